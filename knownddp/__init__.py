@@ -1,0 +1,45 @@
+"""knownddp: DistributedDataParallel that knows in advance which layers a step skips."""
+
+from .buckets import compute_bucket_assignment_by_size
+from .ddp import KnownDDP
+from .errors import (
+    ArgumentError,
+    BrokenTrustError,
+    DeclarationError,
+    DeviceError,
+    HiddenOutputError,
+    InternalError,
+    KnownDDPError,
+    ModelError,
+    PeerError,
+    PeerFailedError,
+    RanksDifferError,
+    UnfinishedBackwardError,
+    UnknownParameterError,
+    UsageError,
+)
+from .sampling import LayerDropSampler
+from .stats import ReducerStatistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BrokenTrustError",
+    "DeclarationError",
+    "DeviceError",
+    "HiddenOutputError",
+    "InternalError",
+    "KnownDDP",
+    "KnownDDPError",
+    "LayerDropSampler",
+    "ModelError",
+    "PeerError",
+    "PeerFailedError",
+    "RanksDifferError",
+    "ReducerStatistics",
+    "UnfinishedBackwardError",
+    "UnknownParameterError",
+    "UsageError",
+    "compute_bucket_assignment_by_size",
+]

@@ -1,0 +1,110 @@
+"""Every private name of torch that the library uses, in one place.
+
+Each is here because no public name does the same; ``tests/test_torch_private.py`` fails when one goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+NO_GRAPH_TASK = -1
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the innermost running graph task is over; it is dropped unrun if that task raises."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def current_graph_task() -> int:
+    """A number for the innermost running backward of this thread, or ``NO_GRAPH_TASK``."""
+    return torch._C._current_graph_task_id()
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the running backward is going to execute ``node``.
+
+    Raises RuntimeError outside of a backward, and for a leaf that ``torch.autograd.grad`` was asked for.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def current_node() -> Node | None:
+    """The node that is being executed, or whose hook is running."""
+    return torch._C._current_autograd_node()
+
+
+def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Writes to ``tensors`` inside leave their version counters alone, so that autograd does not refuse them later."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+@contextmanager
+def inside_ddp_forward(wrapper: object) -> Iterator[None]:
+    """Tell torch.compile that the graph may be split at this wrapper's bucket size."""
+    before = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = wrapper  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = before
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group made by ``init_process_group``; raises if there is none."""
+    return distributed_c10d._get_default_group()
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has not been destroyed."""
+    return group in distributed_c10d._world.pg_map
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long collectives on ``group`` wait before they raise."""
+    for device in ("cpu", "cuda"):
+        try:
+            timeout = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):  # no backend for that device, or one without options
+            continue
+        if isinstance(timeout, timedelta):
+            return timeout
+    return distributed_c10d.default_pg_timeout
+
+
+def create_group(name: str, ranks: list[int], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+    """A new group over ``ranks`` (global, this rank among them), which only those ranks take part in making.
+
+    ``new_group(use_local_synchronization=True)`` would do, but it names the group after the number of groups that
+    exist on the calling rank; where that differs between ranks it waits for the time-out. Here the caller gives the name.
+    """
+    parent = default_group()
+    default_backend, store = distributed_c10d._world.pg_map[parent]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend or default_backend),
+        store,
+        distributed_c10d.GroupName(name),
+        timeout=timeout,
+        device_id=parent.bound_device_id,
+        group_desc=name,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A tensor over ``flat``'s storage that autograd does not take for a view, so that ``detach_()`` works on it."""
+    view: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, strides)

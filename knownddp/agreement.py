@@ -1,0 +1,122 @@
+"""What the ranks agree on when a wrapper is made: that they hold one model, wrapped alike, and in which layout.
+
+Each rank reports what it found, errors of its own included, in one exchange; so whatever is wrong on any rank raises
+on every rank, and no rank is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .comm import Collectives
+from .errors import KnownDDPError, PeerError, RanksDifferError, at_rank, shorten
+from .flat import canonical_strides
+from .params import ManagedParams, restride
+
+MAX_DIFFERENCES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """One parameter or buffer as a rank holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device_type: str
+    is_sparse: bool = False
+
+    def __str__(self) -> str:
+        sparse = ", sparse gradient" if self.is_sparse else ""
+        return f"{self.name} {list(self.shape)} {self.dtype} on {self.device_type}{sparse}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """All that one rank says of its model. ``error`` is what already went wrong on that rank."""
+
+    error: str | None
+    options: Mapping[str, object]
+    params: tuple[TensorReport, ...]
+    buffers: tuple[TensorReport, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+
+def report_on(
+    params: ManagedParams, buffers: Mapping[str, Tensor], options: Mapping[str, object], error: Exception | None
+) -> ModelReport:
+    """This rank's report; of a module that cannot be described (``error``) only the error."""
+    if error is not None:
+        return ModelReport(str(error), options, (), (), ())
+    live = [p for p in params.live if p is not None]
+    described = tuple(
+        TensorReport(name, tuple(p.shape), str(p.dtype), p.device.type, sparse)
+        for name, p, sparse in zip(params.names, live, params.sparse, strict=True)
+    )
+    held = tuple(TensorReport(n, tuple(b.shape), str(b.dtype), b.device.type) for n, b in buffers.items())
+    strides = tuple(canonical_strides(p.shape, p.stride()) for p in live)
+    return ModelReport(None, options, described, held, strides)
+
+
+def agree(comm: Collectives, mine: ModelReport, error: KnownDDPError | None) -> ModelReport:
+    """Exchange reports and return rank 0's.
+
+    Raises:
+        the rank's own ``error``, unchanged, on the rank that has one; else
+        PeerError: another rank could not wrap its module.
+        RanksDifferError: options or models differ; the message names the first differences.
+    """
+    reports: list[ModelReport] = comm.gather_objects(mine)
+    where = at_rank(comm.rank, comm.world_size)
+    if error is not None:
+        raise error
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise PeerError(f"{where} KnownDDP could not be made on rank {rank}, so it is made on none: {report.error}")
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        for name, value in report.options.items():
+            if first.options[name] != value:
+                raise RanksDifferError(
+                    f"{where} {name} is {first.options[name]!r} on rank 0 and {value!r} on rank {rank}.\n"
+                    "Fix: construct KnownDDP with the same arguments on every rank."
+                )
+        for what, theirs, ours in (
+            ("parameters", first.params, report.params),
+            ("buffers", first.buffers, report.buffers),
+        ):
+            differences = _differences(theirs, ours)
+            if differences:
+                raise RanksDifferError(
+                    f"{where} the {what} of the module differ between rank 0 ({len(theirs)}) and rank {rank} "
+                    f"({len(ours)}): {shorten(differences, MAX_DIFFERENCES)}.\n"
+                    "Why: gradients and buffers are combined by position; unlike ones would be summed silently.\n"
+                    "Fix: build the same module on every rank."
+                )
+    return first
+
+
+def _differences(theirs: Sequence[TensorReport], ours: Sequence[TensorReport]) -> list[str]:
+    found = [f"[{a}] against [{b}]" for a, b in zip(theirs, ours, strict=False) if a != b]
+    for more, word in ((theirs[len(ours) :], "only on rank 0"), (ours[len(theirs) :], "missing on rank 0")):
+        found += [f"[{a}] {word}" for a in more]
+    return found
+
+
+def fix_strides(params: ManagedParams, agreed: Sequence[tuple[int, ...]], comm: Collectives) -> None:
+    """Lay out parameters that have other strides than rank 0's as rank 0 has them. Values and identity stay."""
+    moved = []
+    for name, param, strides in zip(params.names, params.live, agreed, strict=True):
+        if param is not None and canonical_strides(param.shape, param.stride()) != strides:
+            restride(param, strides)
+            moved.append(name)
+    if moved:
+        warnings.warn(
+            f"{at_rank(comm.rank, comm.world_size)} {len(moved)} parameters had other strides than on rank 0 and were "
+            f"laid out like there, values kept: {shorten(moved)}.",
+            stacklevel=4,
+        )

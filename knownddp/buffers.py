@@ -1,0 +1,98 @@
+"""Keeping the ranks' tensors equal to rank 0's: everything at construction, buffers once a window.
+
+[Note: buffers] Ranks may run different numbers of forwards, so a broadcast in every forward would pair up wrongly.
+Buffers travel once a window: in its first synchronising training forward outside of a backward, or, in a window that
+had none, as its backward begins. There the values are dropped: writing them could spoil what BatchNorm saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch_private as private
+from .comm import Collectives, Work
+
+# Stock DDP broadcasts a model in pieces of this size.
+CHUNK_BYTES = 250 * 2**20
+
+
+def named_buffers(module: nn.Module, ignored: Iterable[str]) -> dict[str, Tensor]:
+    """The module's buffers as they are now, without ignored ones. Modules may replace a buffer at any time."""
+    left_out = set(ignored)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in left_out}
+
+
+def _pack(tensors: list[Tensor]) -> Tensor:
+    """All tensors as one uint8 tensor, each in row-major order of its elements. Any dtype, any strides."""
+    return torch.cat(
+        [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    )
+
+
+def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:
+    pieces = packed.split([t.numel() * t.element_size() for t in tensors])
+    with torch.no_grad(), private.preserve_versions(tensors):
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            # clone: a view as a wider dtype must start at a multiple of that dtype's size
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group by device, in order, into chunks of about ``CHUNK_BYTES``."""
+    done: list[list[Tensor]] = []
+    chunk_of: dict[torch.device, list[Tensor]] = {}
+    bytes_of: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        device = tensor.device
+        if bytes_of.get(device, CHUNK_BYTES) >= CHUNK_BYTES:
+            chunk_of[device], bytes_of[device] = [], 0
+            done.append(chunk_of[device])
+        chunk_of[device].append(tensor)
+        bytes_of[device] += tensor.numel() * tensor.element_size()
+    return done
+
+
+def broadcast_from_rank_0(comm: Collectives, tensors: Iterable[Tensor]) -> None:
+    """Overwrite ``tensors`` with rank 0's, in place, on all ranks. Blocks."""
+    for chunk in _chunks(tensors):
+        packed = _pack(chunk)
+        comm.broadcast(packed).wait()
+        if comm.rank != 0:
+            _unpack(packed, chunk)
+
+
+class BufferSync:
+    """Brings buffers to rank 0's values once a window. See [Note: buffers]."""
+
+    def __init__(self, module: nn.Module, ignored: frozenset[str], comm: Collectives) -> None:
+        self._module = module
+        self._ignored = ignored
+        self._comm = comm
+        self._exchanged = False
+        self._sending: list[tuple[Work, Tensor]] = []  # rank 0 does not wait; the tensors must live that long
+
+    def exchange(self, *, apply: bool) -> None:
+        """Exchange buffers unless this window has done so. ``apply=False``: take part, but drop what arrives."""
+        if self._exchanged:
+            return
+        self._exchanged = True
+        for chunk in _chunks(named_buffers(self._module, self._ignored).values()):
+            packed = _pack(chunk)
+            work = self._comm.broadcast(packed)
+            if self._comm.rank == 0 or not apply:
+                self._sending.append((work, packed))
+            else:
+                work.wait()
+                _unpack(packed, chunk)
+
+    def window_over(self) -> None:
+        """The next window exchanges anew."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+        self._exchanged = False

@@ -1,0 +1,193 @@
+"""The seam to torch.distributed: the only file that calls its collectives.
+
+[Note: two lanes] Each wrapper has groups of its own over the ranks of its process group: one for buckets, and a small
+one on the CPU for control messages. On a shared group two wrappers, or a wrapper and its user's collectives, can meet
+each other's traffic; gloo then aborts the process or sums unlike things without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _torch_private as private
+
+# How many groups were made over each parent, by its name. Ranks make them in the same order, so they agree on names;
+# never reset, because a store may outlive a process group and still hold the addresses of old groups.
+_made: dict[str, int] = {}
+
+# Groups of wrappers that are gone. A peer may still be in its last collective when a wrapper is dropped here, so they
+# are destroyed only when a later wrapper's construction has shown that all ranks are past it.
+_retired: list[dist.ProcessGroup] = []
+
+
+class Work(Protocol):
+    """Handle of one launched collective."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+    def get_future(self) -> torch.futures.Future[Any]: ...
+
+
+class Collectives:
+    """Every collective that one wrapper issues.
+
+    Args:
+        parent: the user's process group.
+        own_group: make a data lane apart from ``parent``. A parent that cannot be cloned is used as it is.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, *, own_group: bool) -> None:
+        self.parent = parent
+        self.rank: int = dist.get_rank(parent)
+        self.world_size: int = dist.get_world_size(parent)
+        self._own_group = own_group and is_cloneable(parent)
+        self._lanes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+    @property
+    def shares_data_lane(self) -> bool:
+        """Whether buckets travel on the user's own group, where launches must follow program order."""
+        return not self._own_group
+
+    def lanes(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The (data, control) groups. The first call on a rank makes them, and is collective over ``parent``."""
+        if self._lanes is None:
+            parent = self.parent
+            control = _clone(parent, "gloo") if is_cloneable(parent) else parent
+            self._lanes = (_clone(parent, None) if self._own_group else parent, control)
+        return self._lanes
+
+    def retire(self) -> None:
+        """Give up the groups this object made; see ``_retired``."""
+        lanes, self._lanes = self._lanes, None
+        _retired.extend(group for group in lanes or () if group is not self.parent)
+
+    def _source(self, group: dist.ProcessGroup, rank: int) -> int:
+        return dist.get_global_rank(group, rank) if group is not dist.group.WORLD else rank
+
+    # -- data lane
+
+    def all_reduce_sum(self, tensor: Tensor) -> Work:
+        """Sum ``tensor`` (1-D contiguous, or coalesced sparse) over ranks, in place."""
+        return _work(dist.all_reduce(tensor, group=self.lanes()[0], async_op=True))
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
+        """Overwrite ``tensor`` (1-D contiguous) with that of group rank ``source``."""
+        group = self.lanes()[0]
+        return _work(dist.broadcast(tensor, self._source(group, source), group=group, async_op=True))
+
+    # -- control lane
+
+    def combine_or(self, message: Tensor) -> Work:
+        """Combine bytes by bitwise OR over ranks, in place. ``message`` is 1-D uint8 on the CPU."""
+        return _work(dist.all_reduce(message, op=dist.ReduceOp.BOR, group=self.lanes()[1], async_op=True))
+
+    def combine_max(self, message: Tensor) -> Work:
+        """Combine integers by MAX over ranks, in place. ``message`` is 1-D int64 on the CPU."""
+        return _work(dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.lanes()[1], async_op=True))
+
+    def gather_steps(self, mine: object) -> Generator[Work, None, list[Any]]:
+        """What every rank passed, in rank order: yields each handle to wait for, then returns the objects."""
+        group = self.lanes()[1]
+        payload = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        yield _work(dist.all_gather(list(sizes.split(1)), torch.tensor([payload.numel()]), group=group, async_op=True))
+        longest = int(sizes.max())
+        found = torch.zeros(self.world_size, longest, dtype=torch.uint8)
+        padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))
+        yield _work(dist.all_gather(list(found), padded, group=group, async_op=True))
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(found, sizes.tolist(), strict=True)]
+
+    def gather_objects(self, mine: object) -> list[Any]:
+        """What every rank passed, in rank order. Blocks."""
+        return run(self.gather_steps(mine))
+
+
+def _work(work: Any) -> Work:
+    """``dist`` types its handles as optional: None comes only from ranks outside the group."""
+    assert work is not None
+    return work  # type: ignore[no-any-return]
+
+
+def is_cloneable(group: dist.ProcessGroup) -> bool:
+    """Whether groups like ``group`` can be made: not for a ProcessGroup subclass written in Python."""
+    return type(group) is dist.ProcessGroup and dist.get_backend(group) != "mpi"
+
+
+def _clone(parent: dist.ProcessGroup, backend: str | None) -> dist.ProcessGroup:
+    base = parent.group_name
+    number = _made[base] = _made.get(base, -1) + 1
+    ranks = dist.get_process_group_ranks(parent)
+    kind = backend or dist.get_backend(parent)
+    return private.create_group(f"knownddp/{base}/{number}/{kind}", ranks, kind, private.group_timeout(parent))
+
+
+T = TypeVar("T")
+
+
+def run(steps: Generator[Work, None, T]) -> T:
+    """Go through ``steps``, waiting for each handle they yield, and return what they return."""
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        work.wait()
+
+
+def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
+    """Go through several sequences of steps at once, each as its handles are done, none waiting for another in turn.
+
+    Peers may wait for them in any order. The first exception is raised when all have ended.
+    """
+    first_error: BaseException | None = None
+    waiting: list[tuple[Generator[Work, None, None], Work]] = []
+
+    def advance(steps: Generator[Work, None, None]) -> None:
+        nonlocal first_error
+        try:
+            waiting.append((steps, next(steps)))
+        except StopIteration:
+            pass
+        except Exception as error:
+            first_error = first_error or error
+
+    for steps in several:
+        advance(steps)
+    while waiting:
+        steps, work = waiting.pop(_wait_any([work for _, work in waiting]) if len(waiting) > 1 else 0)
+        work.wait()
+        advance(steps)
+    if first_error is not None:
+        raise first_error
+
+
+def _wait_any(works: Sequence[Work]) -> int:
+    """Block until one of ``works`` is done and return its position."""
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def note(position: int) -> Callable[[object], None]:
+        return lambda _: done.put(position)
+
+    for position, work in enumerate(works):
+        work.get_future().add_done_callback(note(position))
+    return done.get()
+
+
+def destroy_retired() -> None:
+    """Destroy what dropped wrappers left, now that every rank is known to be past their last collective."""
+    while _retired:
+        group = _retired.pop()
+        # Only gloo groups: destroying an NCCL communicator may itself wait for peers.
+        if private.is_registered(group) and dist.get_backend(group) == "gloo":
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group(group)

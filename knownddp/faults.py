@@ -1,0 +1,101 @@
+"""Why a window ended in an error: what each rank tells the others, and the exception all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import (
+    BrokenTrustError,
+    HiddenOutputError,
+    InternalError,
+    KnownDDPError,
+    PeerFailedError,
+    RanksDifferError,
+    at_rank,
+    shorten,
+)
+from .protocol import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """What one rank knows of its own window, exchanged once the ranks know that it failed."""
+
+    failed: bool  # its backward raised
+    nested: bool  # its backward began where the end cannot be seen
+    declared: tuple[str, ...]
+    layout: tuple[str, ...]  # dtype and shape of each parameter
+
+
+def _ranks(which: Sequence[int]) -> str:
+    return ("rank " if len(which) == 1 else "ranks ") + ", ".join(map(str, which))
+
+
+def error_for(
+    fault: Fault, told: Sequence[Testimony], rank: int, names: Sequence[str], about: Sequence[int]
+) -> KnownDDPError:
+    """The exception for ``fault``.
+
+    Args:
+        told: every rank's testimony, by rank.
+        names: qualified names of all parameters.
+        about: the parameters that the fault is about.
+    """
+    where = at_rank(rank, len(told))
+    listed = shorten([names[i] for i in about])
+    if fault is Fault.FAILED:
+        failed = [r for r, one in enumerate(told) if one.failed]
+        return PeerFailedError(
+            f"{where} the backward on {_ranks(failed)} raised, so no gradient of this backward was averaged; .grad is as "
+            "it was before it.\nFix: see the error there; the next step of all ranks goes on normally."
+        )
+    if fault is Fault.NESTED:
+        nested = [r for r, one in enumerate(told) if one.nested]
+        return HiddenOutputError(
+            f"{where} on {_ranks(nested)} the backward of KnownDDP began inside a reentrant activation checkpoint "
+            "(or a backward called from an autograd Function), so its end cannot be seen; nothing was averaged.\n"
+            "Why: no tensor that the loss was computed from could be found in what the module returned.\n"
+            "Fix: return tensors (in containers or dataclasses), or checkpoint with use_reentrant=False."
+        )
+    if fault is Fault.DECLARATIONS:
+        said = "; ".join(f"rank {r} declared {shorten(one.declared) or 'nothing'}" for r, one in enumerate(told))
+        return RanksDifferError(
+            f'{where} unused_agreement="same", but the ranks declared different unused parameters. In dispute: {listed}. '
+            f"{said}.\nNothing was sent or averaged.\n"
+            'Fix: draw the layers from a seed and the step alone (knownddp.LayerDropSampler), or use "union".'
+        )
+    if fault is Fault.MODELS:
+        pairs = [
+            f"{names[i]}: {told[0].layout[i]} on rank 0, {one.layout[i]} on rank {r}"
+            for r, one in enumerate(told)
+            for i in range(len(names))
+            if one.layout[i] != told[0].layout[i]
+        ]
+        return RanksDifferError(
+            f"{where} parameters no longer have the same dtype and shape on all ranks: {shorten(pairs, 4)}.\n"
+            "Nothing was sent or averaged.\nFix: cast or replace parameters on every rank alike."
+        )
+    if fault is Fault.TRUST:
+        return BrokenTrustError(
+            f'{where} unused_agreement="trust", but gradients came that this backward was not to have: {listed}. They '
+            "were not averaged and stand in .grad as this rank's own.\n"
+            'Fix: declare what is really unused, or use "union", which averages such gradients too.'
+        )
+    return InternalError(
+        f"{where} ranks met at different places of the protocol. Please report it with the training loop that led here."
+    )
+
+
+def unfinished_message(rank: int, world_size: int, names: Sequence[str], missing: Sequence[int]) -> str:
+    """The text of UnfinishedBackwardError; it keeps the phrases that DistributedDataParallel's users search for."""
+    return (
+        f"{at_rank(rank, world_size)} Expected to have finished reduction in the prior iteration before starting a new "
+        f"one: {len(missing)} of {len(names)} parameters were expected to receive a gradient and received none on any "
+        f"rank ({shorten([names[i] for i in missing])}). All other gradients of that backward were averaged.\n"
+        "Why: a branch skipped these parameters, or an output never reached the loss.\n"
+        "Fix: declare them, forward(..., unused_parameters=[...]); or enable detection by passing the keyword argument "
+        "`find_unused_parameters=True` to KnownDDP; or make sure that all `forward` function outputs participate in "
+        "calculating loss.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    )

@@ -1,0 +1,127 @@
+"""Flat buckets: gradients of any strides packed into one contiguous tensor, in one order on all ranks.
+
+[Note: logical order] Element (i, j) of a gradient must be summed with element (i, j) of its peers. Filled in memory
+order, element (0, 1) of a row-major gradient would meet (1, 0) of a transposed one; nothing raises and the loss still
+falls. So every parameter has one canonical layout, the same on all ranks, and copies go by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._torch_private import storage_view
+from .specs import BucketKey, ParamSpec
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(range(len(shape))):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def canonical_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """``strides`` where they are dense (each element has a place of its own, without gaps), else row-major.
+
+    Dimensions of size 1 have no meaningful stride, so layouts that differ only there give the same answer.
+    """
+    if 0 in shape:
+        return row_major(shape)
+    inner_first = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (strides[d], -d))
+    dense, step = [1] * len(shape), 1
+    for d in inner_first:
+        if strides[d] != step:
+            return row_major(shape)
+        dense[d] = step
+        step *= shape[d]
+    is_row_major = inner_first == sorted(inner_first, reverse=True)
+    return row_major(shape) if is_row_major else tuple(dense)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each element has a place of its own, without gaps (dimensions of size 1 do not matter)."""
+    canonical = canonical_strides(shape, strides)
+    return all(n == 1 or s == c for n, s, c in zip(shape, strides, canonical, strict=True))
+
+
+class FlatBucket:
+    """The gradients of one bucket in one contiguous tensor.
+
+    Shapes: ``flat`` is 1-D with the elements of all parameters; ``views[k]`` has the shape and canonical strides of the
+    k-th parameter and shares ``flat``'s storage. Views are not autograd views.
+    """
+
+    __slots__ = ("flat", "views")
+
+    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+        key: BucketKey = specs[0].key
+        self.flat = torch.empty(sum(spec.numel for spec in specs), dtype=key.dtype, device=key.device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for spec in specs:
+            self.views.append(storage_view(self.flat, offset, spec.shape, spec.strides))
+            offset += spec.numel
+
+    def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
+        """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero.
+
+        Shapes: those of the parameters, any strides, any layout.
+        Numerics: the sum is rounded once, then the quotient once, in the dtype of ``flat``, before anything is summed
+        over ranks, so that float16 does not overflow on the way.
+        """
+        present, sources = [], []
+        for view, grad, old in zip(self.views, grads, held_back, strict=True):
+            if grad is None and old is None:
+                view.zero_()
+            elif grad is None or old is None:
+                one = grad if grad is not None else old
+                assert one is not None
+                present.append(view)
+                sources.append(_dense(one))
+            else:
+                torch.add(_dense(old), _dense(grad), out=view)
+        if present:
+            torch._foreach_copy_(present, sources)
+        if divisor != 1:
+            self.flat.div_(divisor)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """``grad`` without its graph (``create_graph=True`` leaves one) and in strided layout."""
+    grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def sparse_share(grad: Tensor | None, held_back: Tensor | None, spec: ParamSpec, divisor: int) -> Tensor:
+    """This rank's share of a sparse gradient: ``(held_back + grad) / divisor``, coalesced.
+
+    Shapes: ``spec.shape``; a rank without one contributes an empty sparse tensor with one sparse dimension.
+    """
+    total: Tensor | None = None
+    for one in (held_back, grad):
+        if one is not None:
+            one = one.detach()
+            one = one if one.is_sparse else one.to_sparse(1)
+            total = one if total is None else total + one
+    if total is None:
+        indices = torch.zeros(1, 0, dtype=torch.int64, device=spec.key.device)
+        values = torch.zeros(0, *spec.shape[1:], dtype=spec.key.dtype, device=spec.key.device)
+        total = torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
+    return (total / divisor).coalesce()
+
+
+def with_strides_of(param: Tensor, mean: Tensor) -> Tensor:
+    """``mean`` itself where it is laid out as ``param`` is, else a copy that is.
+
+    Strides of a parameter that is not dense cannot be had; its gradient stays as it is.
+    """
+    if mean.layout is not torch.strided or mean.stride() == param.stride():
+        return mean
+    if not is_dense(param.shape, param.stride()):
+        return mean
+    return torch.empty_strided(mean.shape, param.stride(), dtype=mean.dtype, device=mean.device).copy_(mean)

@@ -1,0 +1,125 @@
+"""The autograd nodes of managed parameters: hooks on them, and what the engine says of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from . import _torch_private as private
+
+
+class GradientNodes:
+    """The AccumulateGrad node of each parameter, hooked to say when a gradient was accumulated.
+
+    Args:
+        num_params: how many parameters there are.
+        on_ready: called with a parameter's index and a *defined* gradient, after it was accumulated into ``.grad``.
+            Held weakly: hooks die with the object it is a method of.
+    """
+
+    def __init__(self, num_params: int, on_ready: Callable[[int, torch.Tensor], None]) -> None:
+        self._on_ready = weakref.WeakMethod(on_ready)
+        self._nodes: list[Node | None] = [None] * num_params
+        self._handles: list[RemovableHandle | None] = [None] * num_params
+        # Parameters on several devices get their gradients from several engine threads.
+        self._lock = threading.RLock()
+
+    def refresh(self, live: Sequence[nn.Parameter | None], trainable: Sequence[bool]) -> None:
+        """Hook the current node of each trainable parameter. A cast or a move gives a parameter a new one."""
+        several_devices = len({p.device for p in live if p is not None}) > 1
+        for i, param in enumerate(live):
+            if param is None or not trainable[i]:
+                continue
+            with torch.enable_grad():
+                node = torch.autograd.graph.get_gradient_edge(param).node
+            if node is not self._nodes[i]:
+                handle = self._handles[i]
+                if handle is not None:
+                    handle.remove()
+                self._nodes[i] = node
+                self._handles[i] = node.register_hook(self._hook(i, locked=several_devices))
+
+    def _hook(self, param_index: int, *, locked: bool) -> Callable[..., None]:
+        on_ready, lock = self._on_ready, self._lock
+
+        def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
+            report = on_ready()
+            if report is not None and grads[0] is not None:
+                report(param_index, grads[0])
+
+        def locked_hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
+            with lock:
+                hook(_, grads)
+
+        return locked_hook if locked else hook
+
+    def remove(self) -> None:
+        """Take all hooks off. The nodes are kept: a hook may be running on one."""
+        for i, handle in enumerate(self._handles):
+            if handle is not None:
+                handle.remove()
+                self._handles[i] = None
+
+    def foreseen(self) -> bytes:
+        """A byte for each parameter: 1 if the running backward is going to accumulate its gradient.
+
+        Nodes inside a reentrant checkpoint belong to a task of their own, which the outer one does not know.
+        """
+        will_execute = private.will_execute
+        return bytes(node is not None and will_execute(node) for node in self._nodes)
+
+    def begins_backward(self) -> bool:
+        """Asked from a hook on an output: is this a backward that concerns the managed parameters?
+
+        It is if the engine will run one of their nodes. It also is if no such node can be reached from here at all (a
+        constant loss, a module that is wholly inside a reentrant checkpoint): peers may be waiting. It is not if one
+        can be reached but will not run (``backward(inputs=...)`` for others), nor in ``torch.autograd.grad``.
+        """
+        try:
+            return (
+                any(node is not None and private.will_execute(node) for node in self._nodes) or self._leads_elsewhere()
+            )
+        except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+            return False
+
+    def _leads_elsewhere(self) -> bool:
+        """Whether the running backward accumulates into leaves, none of which is managed or hides a managed one."""
+        start = private.current_node()
+        managed = {node for node in self._nodes if node is not None}
+        seen: set[Node] = set()
+        stack = [start] if start is not None else []
+        accumulates = False
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            if node in managed:
+                return False
+            seen.add(node)
+            if hasattr(node, "variable"):
+                # The engine does not list a root that is itself a leaf; asking still raises in autograd.grad.
+                accumulates |= private.will_execute(node) or node is start
+            stack += [next_node for next_node, _ in node.next_functions if next_node is not None]
+        return accumulates
+
+
+def inside_nested_task() -> bool:
+    """Whether this hook runs in a backward that was started from inside another (a reentrant checkpoint).
+
+    The end of such a task is not the end of the user's backward. Python's stack tells: the outer engine called the
+    ``apply`` of a Python autograd Function, which started the inner one.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,276 @@
+"""From a module to its managed parameters, and from what a user names to their indices."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from .errors import DeclarationError, DeviceError, ModelError, UnknownParameterError, shorten
+from .flat import canonical_strides, is_dense
+from .specs import BucketKey, ParamSpec
+
+Unused = Iterable[Tensor | nn.Module | str]
+
+NOTHING: frozenset[int] = frozenset()
+
+
+def ignored_names(module: nn.Module) -> frozenset[str]:
+    """Qualified names of parameters and buffers that ``_ddp_params_and_buffers_to_ignore`` exempts, at any depth."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in getattr(child, "_ddp_params_and_buffers_to_ignore", ())
+    )
+
+
+def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Like ``named_modules`` with duplicates, but not into an inner data-parallel wrapper: it owns what it holds."""
+    if isinstance(module, DistributedDataParallel):
+        return
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+class ManagedParams:
+    """The parameters a wrapper reduces, in definition order, and every way to name them.
+
+    Frozen parameters are managed too: they may be thawed later. Parameters are read afresh by ``refresh``, since
+    modules may replace them, freeze them, or move them to another dtype.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.ignored = ignored_names(module)
+        places: dict[int, list[str]] = {}  # id(parameter) -> qualified names; more than one if it is tied
+        self._homes: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self.names: list[str] = []
+        self.live: list[nn.Parameter | None] = []
+        sparse_ids: set[int] = set()
+        self._modules: dict[int, tuple[str, nn.Module]] = {}  # by id; the module is held so that its id stays its own
+        for prefix, child in _modules(module):
+            self._modules.setdefault(id(child), (prefix, child))
+            if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+                sparse_ids.add(id(child.weight))
+            for name, param in child._parameters.items():
+                full_name = f"{prefix}.{name}" if prefix else name
+                if param is None or full_name in self.ignored:
+                    continue
+                if id(param) not in places:
+                    self._homes.append((child._parameters, name))
+                    self.names.append(full_name)
+                    self.live.append(param)
+                places.setdefault(id(param), []).append(full_name)
+        self.has_inner_wrapper = any(isinstance(m, DistributedDataParallel) for m in module.modules())
+        self.sparse = [id(param) in sparse_ids for param in self.live]
+        self._places = [places[id(param)] for param in self.live]
+        self._index_of_place = {place: i for i, all_of in enumerate(self._places) for place in all_of}
+        self._known_names = {*self._index_of_place, *(prefix for prefix, _ in self._modules.values()), *self.ignored}
+        self._ignored_ids = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n in self.ignored}
+        self._covered: dict[int | str, frozenset[int]] = {}
+        self._index_of_id = {id(param): i for i, param in enumerate(self.live)}
+        self.trainable: list[bool] = []
+        self.specs: list[ParamSpec] = []
+        self._canonical: list[tuple[int, ...]] = []
+        self._state: list[object] = []
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    # -- checks
+
+    def check(self) -> None:
+        """Refuse a module that cannot be trained.
+
+        Raises:
+            ModelError: a parameter is not initialised yet, or none requires a gradient.
+            DeviceError: parameters lie on devices of different types.
+        """
+        lazy = [n for n, p in zip(self.names, self.live, strict=True) if isinstance(p, UninitializedParameter)]
+        if lazy:
+            raise ModelError(
+                "Modules with uninitialized parameters can't be used with KnownDDP (as with `DistributedDataParallel`): "
+                f"{shorten(lazy)}.\nFix: run a dummy forward pass to initialise the modules, then wrap."
+            )
+        if not any(p is not None and p.requires_grad for p in self.live) and not self.has_inner_wrapper:
+            raise ModelError(
+                "KnownDDP, like DistributedDataParallel, is not needed when a module doesn't have any parameter that "
+                f"requires a gradient: this one has {len(self)} parameters, all frozen or ignored.\n"
+                "Fix: use the module as it is, or set requires_grad before wrapping."
+            )
+        by_type: dict[str, str] = {}
+        for name, param in zip(self.names, self.live, strict=True):
+            if param is not None:
+                by_type.setdefault(param.device.type, name)
+        if len(by_type) > 1:
+            found = ", ".join(f"{name} on {device}" for device, name in by_type.items())
+            raise DeviceError(
+                f"KnownDDP's input module must be on the same type of devices, but parameters are spread: {found}.\n"
+                "Fix: move the module to one device type before wrapping."
+            )
+
+    # -- live state
+
+    def refresh(self) -> bool:
+        """Read the parameters afresh. Returns whether any became another object, dtype, device or shape.
+
+        A tensor that stands in for a parameter during one call (``torch.func.functional_call``) is not adopted; the
+        parameter counts as frozen for that call.
+        """
+        live = [home.get(name) for home, name in self._homes]
+        state: list[object] = []
+        for param in live:
+            state += (param.dtype, param.device, param.shape) if param is not None else (None, None, None)
+        self.trainable = [param is not None and param.requires_grad for param in live]
+        same = all(map(_is, live, self.live))
+        if not same:
+            for i, param in enumerate(live):
+                if param is not self.live[i] and not isinstance(param, nn.Parameter):
+                    self.trainable[i] = False
+                    live[i] = self.live[i]
+            if not all(map(_is, live, self.live)):
+                self._index_of_id = {id(param): i for i, param in enumerate(live)}
+        if same and state == self._state:
+            return False
+        self.live, self._state = live, state
+        self.specs = [self._spec(i, param) for i, param in enumerate(live)]
+        return True
+
+    def set_canonical(self, strides: Sequence[tuple[int, ...]]) -> None:
+        """Take over the layout that the ranks agreed on; call before the first ``refresh``."""
+        self._canonical = list(strides)
+
+    def _spec(self, i: int, param: nn.Parameter | None) -> ParamSpec:
+        if param is None:  # removed from its module: described as it was
+            return self.specs[i]
+        shape, own = tuple(param.shape), tuple(param.stride())
+        dense = canonical_strides(shape, own)
+        agreed = self._canonical[i] if self._canonical else dense
+        if len(agreed) != len(shape) or canonical_strides(shape, agreed) != agreed:
+            agreed = dense  # the shape changed after construction
+        # Equal up to dimensions of size 1: keep the parameter's own, so that its gradient has its very strides.
+        strides = own if dense == agreed and is_dense(shape, own) else agreed
+        key = BucketKey(param.dtype, param.device)
+        nbytes = param.numel() * param.element_size()
+        return ParamSpec(self.names[i], shape, strides, param.numel(), nbytes, key, self.sparse[i])
+
+    def signature(self) -> int:
+        """32 bits that ranks with the same dtypes and shapes share."""
+        seen = [(str(p.dtype), p.device.type, tuple(p.shape)) if p is not None else None for p in self.live]
+        return zlib.crc32(repr(seen).encode())
+
+    # -- names
+
+    def index_of(self, tensor: Tensor) -> int | None:
+        """The index of a managed parameter, else None."""
+        return self._index_of_id.get(id(tensor))
+
+    def resolve(self, unused: Unused | None) -> frozenset[int]:
+        """Indices of the parameters that ``unused`` names.
+
+        A module, or a name or glob that covers one, names all parameters below it; a tied parameter only if all its
+        owners are named. Parameters that are not managed (ignored ones) name nothing.
+
+        Raises:
+            DeclarationError: not an iterable, or an entry that is no parameter, module or name.
+            UnknownParameterError: an entry that is not part of the wrapped module.
+        """
+        if unused is None:
+            return NOTHING
+        if isinstance(unused, (str, Tensor)) or (isinstance(unused, nn.Module) and not isinstance(unused, Iterable)):
+            raise DeclarationError(
+                f"unused_parameters takes an iterable of parameters, modules or names, got a single "
+                f"{type(unused).__name__}.\nFix: unused_parameters=[...] with this one inside."
+            )
+        try:
+            entries = list(unused)
+        except TypeError:
+            raise DeclarationError(
+                f"unused_parameters takes an iterable of parameters, modules or names, got {type(unused).__name__}."
+            ) from None
+        found: set[int] = set()
+        partly: set[str] = set()  # places of tied parameters
+        for entry in entries:
+            if isinstance(entry, Tensor):
+                found |= self._of_tensor(entry)
+            elif isinstance(entry, (nn.Module, str)):
+                covered = self._covered.get(entry if isinstance(entry, str) else id(entry))
+                found |= self._cover(entry, partly) if covered is None else covered
+            else:
+                raise DeclarationError(
+                    f"unused_parameters may hold parameters, modules and names, not {type(entry).__name__}: {entry!r:.80}"
+                )
+        if partly:
+            found |= {i for i, places in enumerate(self._places) if len(places) > 1 and partly.issuperset(places)}
+        return frozenset(found)
+
+    def _of_tensor(self, tensor: Tensor) -> frozenset[int]:
+        i = self.index_of(tensor)
+        if i is not None:
+            return frozenset((i,))
+        if id(tensor) in self._ignored_ids:
+            return NOTHING
+        raise UnknownParameterError(
+            f"unused_parameters holds a tensor of shape {tuple(tensor.shape)} that is no parameter of the wrapped module.\n"
+            "Why: a copy (after a cast, a move or a deep copy) is another parameter.\n"
+            "Fix: take it from model.module, or give its name."
+        )
+
+    def _cover(self, entry: nn.Module | str, partly: set[str]) -> frozenset[int]:
+        """Indices below ``entry``; remembered unless tied parameters make the answer depend on other entries."""
+        places = self._places_below(entry)
+        indices = {self._index_of_place[place] for place in places if place in self._index_of_place}
+        exact = isinstance(entry, str) and entry in self._index_of_place
+        tied = set() if exact else {i for i in indices if len(self._places[i]) > 1}
+        covered = frozenset(indices - tied)
+        partly.update(place for i in tied for place in self._places[i] if place in places)
+        if not tied and (isinstance(entry, str) or id(entry) in self._modules):
+            self._covered[entry if isinstance(entry, str) else id(entry)] = covered
+        return covered
+
+    def _places_below(self, entry: nn.Module | str) -> set[str]:
+        if isinstance(entry, nn.Module):
+            if id(entry) in self._modules:
+                return self._below(self._modules[id(entry)][0])
+            if isinstance(entry, (nn.ModuleList, nn.Sequential)):  # a slice makes a new container of old modules
+                return set().union(*(self._places_below(child) for child in entry))
+            raise UnknownParameterError(
+                f"unused_parameters holds a {type(entry).__name__} that is not part of the wrapped module as it was when "
+                "it was wrapped.\nFix: take it from model.module, or give its name."
+            )
+        matches = [entry] if entry in self._known_names else fnmatch.filter(self._known_names, entry)
+        if not matches:
+            close = difflib.get_close_matches(entry, self._known_names, n=3, cutoff=0.5)
+            raise UnknownParameterError(
+                f"unused_parameters names {entry!r}, which matches no parameter or module of the wrapped module."
+                + (f"\nClosest: {', '.join(map(repr, close))}." if close else "")
+                + "\nFix: use a name from model.module.named_modules() or named_parameters(), or a glob of them."
+            )
+        return set().union(*(self._below(name) for name in matches))
+
+    def _below(self, prefix: str) -> set[str]:
+        if not prefix:
+            return set(self._index_of_place)
+        return {place for place in self._index_of_place if place == prefix or place.startswith(prefix + ".")}
+
+    def names_of(self, indices: Sequence[int]) -> list[str]:
+        """Qualified names."""
+        return [self.names[i] for i in indices]
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def restride(param: nn.Parameter, strides: Sequence[int]) -> None:
+    """Lay ``param`` out with ``strides``; values and the Parameter object stay."""
+    with torch.no_grad():
+        laid_out = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+        param.data = laid_out.copy_(param)

@@ -1,0 +1,147 @@
+"""Which parameters travel in which bucket, in launch order, and the memory of plans already made.
+
+A plan is a pure function of the agreed set, the order in which gradients become ready, and the size limits, all of
+which are the same on every rank. So every rank makes the same plan without asking.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .buckets import Item, assign
+from .errors import InternalError
+from .specs import BucketKey, ParamSpec
+
+# 2^L sets exist for L layers; a run that cycles through few of them finds each again, others cost one plan a step.
+MAX_CACHED_PLANS = 64
+
+NOT_PLACED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """One planned bucket.
+
+    ``is_held`` buckets are launched only when the backward is over: their gradients may change until then.
+    """
+
+    param_indices: tuple[int, ...]
+    is_sparse: bool
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """All buckets of one agreed set, in launch order.
+
+    A value: no tensors, no process group. ``bucket_of[param_index]`` is the position of the parameter's bucket, or
+    ``NOT_PLACED``. Ranks whose plans differ must not train.
+    """
+
+    num_params: int
+    buckets: tuple[BucketSpec, ...]
+    bucket_of: tuple[int, ...] = field(init=False)
+    members: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        bucket_of = [NOT_PLACED] * self.num_params
+        members: list[int] = []
+        for position, bucket in enumerate(self.buckets):
+            members += bucket.param_indices
+            for param_index in bucket.param_indices:
+                bucket_of[param_index] = position
+        if len(members) != self.num_params - bucket_of.count(NOT_PLACED):
+            raise InternalError(f"a plan must place a parameter at most once, got {self.buckets}")
+        object.__setattr__(self, "bucket_of", tuple(bucket_of))
+        object.__setattr__(self, "members", tuple(members))
+
+
+class Planner:
+    """Makes and remembers plans.
+
+    ``order`` is the launch order of all parameters: reversed definition order until ``learn`` replaces it with what
+    the first backward showed. ``held`` are parameters known to fire more than once, or at a time the engine cannot
+    foretell; until an order was learnt every parameter is held.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], limits: Sequence[int]) -> None:
+        self._num_params = len(specs)
+        self._limits = tuple(limits)
+        self._items: list[Item] = []
+        self.order: list[int] = list(reversed(range(len(specs))))
+        self.held: set[int] = set()
+        self.has_learnt = False
+        self._plans: OrderedDict[bytes, BucketPlan] = OrderedDict()
+        self.set_specs(specs)
+
+    def set_specs(self, specs: Sequence[ParamSpec]) -> None:
+        """Take over changed sizes, dtypes or devices; plans made for the old ones are forgotten."""
+        keys: dict[BucketKey, int] = {}  # small integers hash faster than (dtype, device)
+        self._items = [(i, s.nbytes, keys.setdefault(s.key, len(keys)), s.is_sparse) for i, s in enumerate(specs)]
+        self._plans.clear()
+
+    def plan(self, agreed: bytes) -> BucketPlan:
+        """The plan for the set of parameters whose byte in ``agreed`` is not 0. Cost: linear, or a look-up."""
+        plan = self._plans.get(agreed)
+        if plan is None:
+            plan = self._plans[agreed] = self._make(agreed)
+            if len(self._plans) > MAX_CACHED_PLANS:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(agreed)
+        return plan
+
+    def _make(self, agreed: bytes) -> BucketPlan:
+        items, held = self._items, self.held
+        present = [items[i] for i in self.order if agreed[i]]
+        early: list[Item] = []
+        late: list[Item] = []
+        if not self.has_learnt:
+            late = present
+        elif held:
+            for item in present:
+                (late if item[0] in held else early).append(item)
+        else:
+            early = present
+        buckets = [
+            BucketSpec(tuple(indices), items[indices[0]][3], is_held)
+            for group, is_held in ((early, False), (late, True))
+            for indices, _ in assign(group, self._limits)
+        ]
+        return BucketPlan(self._num_params, tuple(buckets))
+
+    def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:
+        """Launch in the order that a backward showed.
+
+        Args:
+            positions: for each parameter the latest position at which any rank saw it become ready, negative where
+                none did. A parameter that no rank saw goes behind its neighbour in reversed definition order.
+            repeated: parameters that fired more than once.
+        """
+        seen = sorted((i for i in range(self._num_params) if positions[i] >= 0), key=lambda i: (positions[i], -i))
+        followers: dict[int | None, list[int]] = {}
+        neighbour: int | None = None
+        for i in reversed(range(self._num_params)):
+            if positions[i] >= 0:
+                neighbour = i
+            else:
+                followers.setdefault(neighbour, []).append(i)
+        self.order = followers.get(None, [])
+        for i in seen:
+            self.order.append(i)
+            self.order += followers.get(i, ())
+        self.held.update(repeated)
+        self.has_learnt = True
+        self._plans.clear()
+
+    def hold(self, param_indices: Iterable[int]) -> None:
+        """From now on launch these only when the backward is over."""
+        fresh = set(param_indices) - self.held
+        if fresh:
+            self.held |= fresh
+            self._plans.clear()
+
+    def __len__(self) -> int:
+        return len(self._plans)

@@ -1,0 +1,377 @@
+"""One rank's side of one backward, as a pure machine: events in, decisions out. No tensors, no process group, no clock.
+
+[Note: the window] A synchronising backward is one window: **open, reduce, close**. Every rank sends one OPEN message as
+its backward begins, all-reduces the agreed buckets in plan order, and sends one CLOSE message when its backward is
+over. A forward sends nothing. Messages have one fixed size and are combined by bitwise OR, so ranks at different
+places still meet in a message, and every rank learns the same from it.
+
+[Note: launch order] Collectives of different ranks pair up by their order alone. So bucket k is launched when it is
+full, the agreed set is known, and every bucket before k was launched.
+
+[Note: late] A gradient for a parameter outside the agreed set, or a second one after its bucket left, is late. CLOSE
+tells every rank, and one more round, which all know to be due, reduces the late ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntFlag, auto
+from typing import Final
+
+from .errors import InternalError
+from .plan import BucketPlan, Planner
+
+
+class Agreement(Enum):
+    """What ranks do about declarations that differ."""
+
+    UNION = "union"  # a parameter is skipped when every rank declared it
+    SAME = "same"  # differing declarations are an error on every rank, before anything is sent
+    TRUST = "trust"  # nobody asks: no messages, no late round
+
+
+class Phase(Enum):
+    """Where the current window stands on this rank."""
+
+    IDLE = auto()  # between windows
+    OPENING = auto()  # OPEN is sent, the agreed set is not known yet
+    REDUCING = auto()  # buckets are filling and in flight
+    CLOSING = auto()  # the backward is over, everything is launched, CLOSE is sent
+    SETTLING = auto()  # CLOSE came back: gradients are handed back, the late round and the order round run
+    BROKEN = auto()  # a collective failed: ranks may be out of step, nothing leads out
+
+
+NEXT: Final = {
+    Phase.IDLE: {Phase.OPENING, Phase.REDUCING},  # straight to REDUCING under "trust"
+    Phase.OPENING: {Phase.REDUCING, Phase.IDLE},  # IDLE: the opening itself was an error, on every rank
+    Phase.REDUCING: {Phase.CLOSING},
+    Phase.CLOSING: {Phase.SETTLING},
+    Phase.SETTLING: {Phase.IDLE},
+    Phase.BROKEN: set(),
+}
+
+
+class Fault(Enum):
+    """Why a window ends in an error, on every rank alike."""
+
+    CROSSED = auto()  # OPEN met CLOSE, or windows of different numbers met: the library's fault
+    MODELS = auto()  # dtypes or shapes of the parameters differ between ranks
+    DECLARATIONS = auto()  # "same" was asked for and declarations differ
+    NESTED = auto()  # a backward began where its end cannot be seen
+    FAILED = auto()  # a backward raised on some rank
+    TRUST = auto()  # under "trust": a gradient that was not expected, on this rank alone
+
+
+class Flag(IntFlag):
+    """The first byte of a message."""
+
+    OPEN = 1
+    CLOSE = 2
+    NESTED = 4
+    FAILED = 8
+
+
+# Bits of a parameter's byte in OPEN ...
+EXPECTED, CARRIED, DECLARED, NEEDED = 1, 2, 4, 8
+# ... and in CLOSE.
+HOPED, TOUCHED, LATE = 1, 2, 4
+
+HEADER_BYTES = 11  # flags, window, signature, complements of both
+
+
+def _table(test: Callable[[int], object]) -> bytes:
+    """A table for ``bytes.translate``: 1 where ``test`` holds for the byte."""
+    return bytes(1 if test(byte) else 0 for byte in range(256))
+
+
+_AGREED: Final = _table(lambda b: b & (EXPECTED | CARRIED))
+_DISPUTED: Final = _table(lambda b: b & DECLARED and b & NEEDED)
+_TOUCHED: Final = _table(lambda b: b & (TOUCHED | LATE))
+_LATE: Final = _table(lambda b: b & LATE)
+_UNMET: Final = _table(lambda b: b & HOPED and not b & (TOUCHED | LATE))
+
+
+def indices_of(flags: bytes) -> tuple[int, ...]:
+    """The positions of the bytes that are not 0."""
+    return tuple(i for i, flag in enumerate(flags) if flag) if any(flags) else ()
+
+
+def flags_of(param_indices: Collection[int], num_params: int) -> bytes:
+    """One byte a parameter: 1 for those named."""
+    flags = bytearray(num_params)
+    for i in param_indices:
+        flags[i] = 1
+    return bytes(flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What OPEN told.
+
+    ``launch`` are the buckets that may go now. ``disputed`` are parameters that one rank declared unused and another
+    did not.
+    """
+
+    fault: Fault | None
+    launch: range = range(0)
+    disputed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What CLOSE told.
+
+    ``touched`` has a byte for each parameter: 1 if any rank has a gradient to average. ``late`` are due in one more
+    round, planned by ``late_plan``. ``order_due`` says that the ready order is to be agreed now.
+    """
+
+    fault: Fault | None
+    touched: bytes = b""
+    late: tuple[int, ...] = ()
+    late_plan: BucketPlan | None = None
+    order_due: bool = False
+
+
+class Protocol:
+    """The machine. Call ``begin``, ``opened``, ``ready`` any number of times, ``end``, ``closed``, ``settled``.
+
+    ``ready`` may come before ``opened``; such gradients are counted once the agreed set is known.
+    """
+
+    def __init__(self, planner: Planner, num_params: int, agreement: Agreement, *, detects_unused: bool) -> None:
+        self.planner = planner
+        self.phase = Phase.IDLE
+        self.window = 0
+        self.agreement = agreement
+        # With detection: parameters that the engine does not foretell, such as those inside reentrant checkpoints.
+        self.unforeseen: set[int] = set()
+        self._detects_unused = detects_unused
+        self._num_params = num_params
+        self._ones = int.from_bytes(b"\1" * num_params, "little")
+        self._since_forward = 0  # the CLOSE lanes of all windows since the last synchronising forward, ORed
+        self._reset()
+
+    def _reset(self) -> None:
+        n = self._num_params
+        self.plan = BucketPlan(n, ())
+        self.agreed = bytes(n)
+        self._expected = bytes(n)
+        self._carried: Collection[int] = ()
+        self._fired = bytearray(n)
+        self._late: set[int] = set()
+        self._early: list[int] = []
+        self._arrivals: list[int] = []
+        self._pending: list[int] = []
+        self._next = 0
+
+    def _move(self, phase: Phase) -> None:
+        if phase not in NEXT[self.phase]:
+            raise InternalError(f"a window cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
+
+    # -- messages
+
+    def _message(self, flags: Flag, signature: int, lane: int) -> bytes:
+        window = self.window & 0xFF
+        head = bytes((flags, window, 0xFF - window))
+        both = signature.to_bytes(4, "little") + (0xFFFFFFFF - signature).to_bytes(4, "little")
+        return head + both + lane.to_bytes(self._num_params, "little")
+
+    @staticmethod
+    def _contradicts(message: bytes, first: int, size: int) -> bool:
+        """Whether ranks sent different values for a field that stands there together with its complement."""
+        value, complement = message[first : first + size], message[first + size : first + 2 * size]
+        return any(a & b for a, b in zip(value, complement, strict=True))
+
+    # -- events
+
+    def begin(
+        self,
+        expected: bytes,
+        carried: Collection[int] = (),
+        declared: Collection[int] = (),
+        *,
+        signature: int = 0,
+        nested: bool = False,
+    ) -> bytes | None:
+        """A synchronising backward begins.
+
+        Args:
+            expected: a byte for each parameter: 1 if this backward should produce its gradient on this rank.
+            carried: parameters that earlier unsynchronised backwards touched and that have a gradient to average.
+            declared: what every forward of this backward declared unused, for comparison between ranks.
+            signature: 32 bits that all ranks must share (a hash of dtypes and shapes).
+            nested: this backward began where its end cannot be seen; every rank is to raise.
+
+        Returns:
+            The OPEN message to combine by bitwise OR, or None under ``TRUST``: the window is then open at once.
+        """
+        self._reset()
+        self._expected, self._carried = expected, carried
+        if self.agreement is Agreement.TRUST:
+            self._move(Phase.REDUCING)
+            self._start(flags_of([*indices_of(expected), *carried], self._num_params))
+            return None
+        self._move(Phase.OPENING)
+        said = int.from_bytes(flags_of(declared, self._num_params), "little")
+        lane = int.from_bytes(expected, "little") * EXPECTED | said * DECLARED | (self._ones ^ said) * NEEDED
+        lane |= int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
+        return self._message(Flag.OPEN | (Flag.NESTED if nested else Flag(0)), signature, lane)
+
+    def opened(self, message: bytes) -> Opening:
+        """The OPEN of all ranks is known. A fault ends the window here, on every rank."""
+        fault, disputed = self._fault_of_open(message)
+        if fault is not None:
+            self._move(Phase.IDLE)
+            self.window += 1
+            return Opening(fault, disputed=disputed)
+        self._move(Phase.REDUCING)
+        launch = self._start(message[HEADER_BYTES:].translate(_AGREED))
+        return Opening(None, launch, disputed)
+
+    def _fault_of_open(self, message: bytes) -> tuple[Fault | None, tuple[int, ...]]:
+        disputed = indices_of(message[HEADER_BYTES:].translate(_DISPUTED))
+        if message[0] & Flag.CLOSE or self._contradicts(message, 1, 1):
+            return Fault.CROSSED, disputed
+        if self._contradicts(message, 3, 4):
+            return Fault.MODELS, disputed
+        if message[0] & Flag.NESTED:
+            return Fault.NESTED, disputed
+        if disputed and self.agreement is Agreement.SAME:
+            return Fault.DECLARATIONS, disputed
+        return None, disputed
+
+    def _start(self, agreed: bytes) -> range:
+        """Plan the agreed set, count what this rank will not contribute to, and replay what came early."""
+        self.agreed = agreed
+        plan = self.plan = self.planner.plan(agreed)
+        self._pending = [len(bucket.param_indices) for bucket in plan.buckets]
+        if self._expected != agreed:
+            for i in plan.members:
+                if not self._expected[i]:
+                    self._pending[plan.bucket_of[i]] -= 1
+        first = self._next
+        self._advance()
+        early, self._early = self._early, []
+        for i in early:
+            self.ready(i)
+        return range(first, self._next)
+
+    def ready(self, param_index: int) -> range:
+        """A defined gradient was accumulated. Returns the buckets that may go now, in plan order."""
+        if self.phase is Phase.OPENING:
+            self._early.append(param_index)
+            return range(0)
+        bucket = self.plan.bucket_of[param_index]
+        if not self.planner.has_learnt:
+            self._arrivals.append(param_index)
+        if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position
+            self._fired[param_index] = 1
+            self._late.add(param_index)
+            return range(0)
+        if self._fired[param_index]:
+            return range(0)
+        self._fired[param_index] = 1
+        if not self._expected[param_index]:
+            return range(0)  # counted as ready from the start
+        self._pending[bucket] -= 1
+        if self._pending[bucket] or bucket != self._next:
+            return range(0)
+        return self._advance()
+
+    def _advance(self) -> range:
+        """[Note: launch order]"""
+        first, buckets, pending = self._next, self.plan.buckets, self._pending
+        position = first
+        while position < len(buckets) and not pending[position] and not buckets[position].is_held:
+            position += 1
+        self._next = position
+        return range(first, position)
+
+    def contributes(self, param_index: int) -> bool:
+        """Whether this rank has a gradient of its own to average, from this backward or carried into it."""
+        return bool(self._fired[param_index]) or param_index in self._carried
+
+    def end(self, hoped: bytes, *, failed: bool = False) -> tuple[range, bytes | None]:
+        """The backward is over.
+
+        Args:
+            hoped: a byte for each parameter: 1 if a forward whose output took part promised its gradient.
+            failed: this rank's backward raised.
+
+        Returns:
+            The buckets still to launch, in plan order, whether full or not, so that no rank waits for ever; and the
+            CLOSE message, or None under ``TRUST``.
+        """
+        self._move(Phase.CLOSING)
+        rest = range(self._next, len(self.plan.buckets))
+        self._next = len(self.plan.buckets)
+        lane = int.from_bytes(hoped, "little") * HOPED
+        lane |= int.from_bytes(self._fired, "little") * TOUCHED
+        for bit, some in ((TOUCHED, self._carried), (LATE, self._late)):
+            lane |= int.from_bytes(flags_of(some, self._num_params), "little") * bit
+        if self.agreement is Agreement.TRUST:
+            self._since_forward |= lane
+            return rest, None
+        return rest, self._message(Flag.CLOSE | (Flag.FAILED if failed else Flag(0)), 0, lane)
+
+    def closed(self, message: bytes | None) -> Closing:
+        """The CLOSE of all ranks is known (None under ``TRUST``, where each rank goes by what it saw itself)."""
+        self._move(Phase.SETTLING)
+        order_due = not self.planner.has_learnt
+        if message is None:
+            fault = Fault.TRUST if self._late else None
+            return Closing(fault, self.agreed, late=tuple(sorted(self._late)), order_due=order_due)
+        if message[0] & Flag.OPEN or self._contradicts(message, 1, 1):
+            return Closing(Fault.CROSSED)
+        if message[0] & Flag.FAILED:
+            return Closing(Fault.FAILED)
+        lane = message[HEADER_BYTES:]
+        self._since_forward |= int.from_bytes(lane, "little")
+        touched, late_flags = lane.translate(_TOUCHED), lane.translate(_LATE)
+        late = indices_of(late_flags)
+        late_plan = self.planner.plan(late_flags) if late else None
+        if late:
+            again = [i for i in late if self.agreed[i]]
+            if self._detects_unused:
+                self.unforeseen.update(late)
+                again = list(late)
+            self.planner.hold(again)
+        return Closing(None, touched, late, late_plan, order_due and any(touched))
+
+    def settled(self) -> None:
+        """Gradients are handed back; the window is over."""
+        self._move(Phase.IDLE)
+        self.window += 1
+
+    def break_off(self) -> None:
+        """A collective failed. No window can follow."""
+        self.phase = Phase.BROKEN
+
+    # -- between windows
+
+    def unmet(self) -> tuple[int, ...]:
+        """Parameters promised by a forward since ``forward_begins`` and touched by nobody since then."""
+        return indices_of(self._since_forward.to_bytes(self._num_params, "little").translate(_UNMET))
+
+    def forward_begins(self) -> None:
+        """A synchronising forward outside of a backward: what windows before it owed is settled."""
+        self._since_forward = 0
+
+    # -- the order round
+
+    def order_message(self) -> list[int]:
+        """2n integers to combine by MAX: where each parameter stood in this rank's ready order (-1: nowhere), and how
+        often it fired."""
+        n = self._num_params
+        positions, counts = [-1] * n, [0] * n
+        for position, i in enumerate(self._arrivals):
+            counts[i] += 1
+            positions[i] = position
+        return positions + counts
+
+    def learn(self, combined: Sequence[int]) -> None:
+        """Take over the order of all ranks."""
+        n = self._num_params
+        self.planner.learn(combined[:n], [i for i in range(n) if combined[n + i] > 1])

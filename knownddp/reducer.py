@@ -1,0 +1,567 @@
+"""The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's.
+
+One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
+accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go -> ``_launch`` packs
+and all-reduces them -> the end of the backward runs ``closing_steps``: what never came is sent as zeros, CLOSE is
+exchanged, means are handed back, and a late round follows where one is due.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from . import _torch_private as private
+from .buffers import BufferSync
+from .comm import Collectives, Work, run
+from .errors import PeerError, UnfinishedBackwardError, at_rank, shorten
+from .faults import Testimony, error_for, unfinished_message
+from .flat import FlatBucket, sparse_share, with_strides_of
+from .forwards import ForwardLog, ForwardRecord
+from .nodes import GradientNodes, inside_nested_task
+from .outputs import find_tensors
+from .params import ManagedParams
+from .plan import BucketPlan, Planner
+from .protocol import Agreement, Closing, Fault, Phase, Protocol
+from .stats import Counters, ReducerStatistics
+from .window import EndOfBackward, Flight, LocalBackward, Window, forget
+
+
+class Reducer:
+    """Averages the gradients of ``params`` over the ranks of ``comm``, one window a synchronising backward.
+
+    Args:
+        params: the managed parameters, refreshed at each forward.
+        comm: the collectives.
+        buffers: exchanged once a window; None if they are not synchronised.
+        limits: bucket sizes in bytes (see ``buckets.assign``).
+        agreement: what to do about declarations that differ.
+        find_unused: expect what the engine is about to run instead of what was not declared.
+    """
+
+    def __init__(
+        self,
+        params: ManagedParams,
+        comm: Collectives,
+        buffers: BufferSync | None,
+        *,
+        limits: Sequence[int],
+        agreement: Agreement,
+        find_unused: bool,
+    ) -> None:
+        self.params = params
+        self.comm = comm
+        self.buffers = buffers
+        self.find_unused = find_unused
+        self.counters = Counters()
+        self.window: Window | None = None
+        params.refresh()
+        self._limits = tuple(limits)
+        self._planner = Planner(params.specs, limits)
+        self.protocol = Protocol(self._planner, len(params), agreement, detects_unused=find_unused)
+        self._nodes = GradientNodes(len(params), self._on_grad_ready)
+        self._log = ForwardLog()
+        self._running: list[ForwardRecord] = []
+        self._last: weakref.ref[ForwardRecord] | None = None
+        self._touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
+        self._local: Callable[[], LocalBackward | None] = _nobody
+        self._leaf_hooks: list[tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = []
+        self._warned_of_dispute = False
+        self._take_over_params()
+
+    def _take_over_params(self) -> None:
+        self._planner.set_specs(self.params.specs)
+        self._nodes.refresh(self.params.live, self.params.trainable)
+        self._hooked = list(self.params.trainable)
+        self._signature = self.params.signature()
+
+    def remove_hooks(self) -> None:
+        """From now on no backward communicates."""
+        self._nodes.remove()
+
+    # -- forward
+
+    def check_finished(self) -> None:
+        """A synchronising forward outside of a backward begins: is the last backward complete?
+
+        Raises:
+            UnfinishedBackwardError: parameters were promised and no rank touched them; on every rank.
+            PeerError: a collective failed earlier.
+        """
+        if self.protocol.phase is Phase.BROKEN:
+            raise PeerError(
+                f"{at_rank(self.comm.rank, self.comm.world_size)} a collective of this wrapper failed or timed out, so "
+                "ranks may be out of step.\nFix: restart, or make a new process group and wrap the module again."
+            )
+        if self.window is not None:  # the destructor of EndOfBackward missed it
+            self.abandon()
+        missing = self.protocol.unmet()
+        self.protocol.forward_begins()
+        self._log.forward_begins()
+        if missing:
+            raise UnfinishedBackwardError(
+                unfinished_message(self.comm.rank, self.comm.world_size, self.params.names, missing)
+            )
+
+    @contextmanager
+    def recording(self, declared: frozenset[int], *, synchronises: bool) -> Iterator[ForwardRecord]:
+        """Record one forward with gradients on; a forward that raises leaves no trace."""
+        if self.params.refresh() or self.params.trainable != self._hooked:
+            self._take_over_params()
+        record = ForwardRecord(declared, synchronises=synchronises)
+        self._log.add(record)
+        self._running.append(record)
+        try:
+            yield record
+        except BaseException:
+            record.is_spent = True
+            raise
+        finally:
+            record.is_running = False
+            self._running.remove(record)
+        self._last = weakref.ref(record)
+
+    def mark_unused(self, declared: frozenset[int]) -> bool:
+        """Add to the declaration of the running forward, else of the last one if no backward of it has begun.
+
+        Returns whether there was such a forward.
+        """
+        record = self._running[-1] if self._running else self._last() if self._last is not None else None
+        if record is None or (not self._running and (record.is_spent or record.visited)):
+            return False
+        record.declared |= declared
+        return True
+
+    def watch(self, output: object, record: ForwardRecord) -> None:
+        """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
+        tensors, is_hidden = find_tensors(output)
+        reducer = weakref.ref(self)
+        watched = False
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            if self.params.index_of(tensor) is not None:
+                is_hidden = True  # a parameter itself: its own hook will tell
+                continue
+            watched = True
+            record.watch(tensor)
+            handle = tensor.register_hook(functools.partial(_on_output_grad, reducer, record))
+            if tensor.is_leaf:  # the user's own tensor: it would collect hooks from call to call
+                self._leaf_hooks = [(leaf, h) for leaf, h in self._leaf_hooks if leaf() is not None]
+                self._leaf_hooks.append((weakref.ref(tensor), handle))
+        if is_hidden or not watched:
+            self._log.keep(record)
+
+    def statistics(self) -> ReducerStatistics:
+        """A snapshot of the counters."""
+        c = self.counters
+        return ReducerStatistics(
+            phase=self.protocol.phase.name,
+            backwards_finished=c.backwards_finished,
+            buckets_launched=c.buckets_launched,
+            buckets_planned=len(self.protocol.plan.buckets),
+            bytes_reduced=c.bytes_reduced,
+            bytes_skipped=c.bytes_skipped,
+            bytes_disputed=c.bytes_disputed,
+            late_rounds=c.late_rounds,
+            plans_cached=len(self._planner),
+            unforeseen=tuple(self.params.names_of(sorted(self.protocol.unforeseen))),
+        )
+
+    # -- begin
+
+    def on_output_grad(self, record: ForwardRecord) -> None:
+        """An output's gradient is known: a backward has begun, or ``torch.autograd.grad`` runs."""
+        if self.window is not None:
+            record.visited = record.synchronises
+        elif not self._nodes.begins_backward():
+            if torch.is_grad_enabled() and record.synchronises and not record.is_spent:
+                self._log.keep(record)  # create_graph: what is derived outlives the output (a gradient penalty)
+        elif record.synchronises:
+            record.visited = True
+            self._begin(record)
+        else:
+            self._mark_local()
+
+    def _mark_local(self) -> None:
+        """The backward of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells."""
+        mark = LocalBackward()
+        private.queue_callback(mark)
+        self._local = weakref.ref(mark)
+
+    def _begin(
+        self,
+        begun_by: ForwardRecord | None,
+        *,
+        nested: bool = False,
+        stood_before: Mapping[int, Tensor | None] | None = None,
+    ) -> None:
+        self._local = _nobody
+        participants = self._log.participants(begun_by)
+        if self.buffers is not None:
+            self.buffers.exchange(apply=False)
+        end = EndOfBackward(self)
+        held_back = [param.grad if param is not None else None for param in self.params.live]
+        self.window = Window(private.current_graph_task(), participants, held_back, end.mark, stood_before or {})
+        end.queue()
+        del end  # the engine holds the only reference
+        for param, grad in zip(self.params.live, held_back, strict=True):
+            if grad is not None and param is not None:
+                param.grad = None
+        declared = _declared_by_all(participants)
+        expected = self._nodes.foreseen() if self.find_unused else self._promised(declared)
+        if self.protocol.unforeseen:
+            expected = bytes(
+                e or (i in self.protocol.unforeseen and t)
+                for i, (e, t) in enumerate(zip(expected, self.params.trainable, strict=True))
+            )
+        carried = [i for i in self._touched_locally if held_back[i] is not None]
+        message = self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested)
+        if message is None:
+            self._count_agreed()
+            return
+        combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self.window.opening = (self.comm.combine_or(combined), combined)
+        if nested or self.protocol.agreement is Agreement.SAME:
+            self._open_now()
+            self._raise_fault_of_opening()
+
+    def _promised(self, declared: frozenset[int]) -> bytes:
+        promised = bytearray(self.params.trainable)
+        for i in declared:
+            promised[i] = 0
+        return bytes(promised)
+
+    def _open_now(self) -> None:
+        """OPEN has come back, or must be waited for."""
+        window = self.window
+        assert window is not None and window.opening is not None
+        work, combined = window.opening
+        window.opening = None
+        work.wait()
+        opening = self.protocol.opened(combined.numpy().tobytes())
+        if opening.fault is not None:
+            window.fault = opening
+            return
+        window.disputed = opening.disputed
+        self._count_agreed()
+        for position in opening.launch:
+            self._launch(position)
+
+    def _count_agreed(self) -> None:
+        sizes = [spec.nbytes for spec in self.params.specs]
+        agreed, trainable = self.protocol.agreed, self.params.trainable
+        self.counters.bytes_skipped += sum(
+            size for size, used, wanted in zip(sizes, agreed, trainable, strict=True) if wanted and not used
+        )
+
+    def _raise_fault_of_opening(self) -> None:
+        """For the faults that are raised as the backward begins, while nothing was sent."""
+        window = self.window
+        assert window is not None
+        if window.fault is not None:
+            run(self.closing_steps())
+
+    # -- reduce
+
+    def _on_grad_ready(self, param_index: int, grad: Tensor) -> None:
+        """``grad`` was accumulated into the parameter's ``.grad``."""
+        window = self.window
+        if window is None:
+            if not self._outside_of_windows(param_index, grad):
+                return
+            window = self.window
+            assert window is not None
+        if window.fault is not None:
+            return
+        for position in self.protocol.ready(param_index):
+            self._launch(position)
+        if window.opening is not None and self._may_open(window, param_index):
+            self._open_now()
+
+    def _may_open(self, window: Window, param_index: int) -> bool:
+        """Whether to look at OPEN now, in the middle of the backward.
+
+        On a lane of its own: when it is there. On the user's group the first launch must come at the same point of the
+        program on all ranks, whatever the timing: when a first bucket could be full.
+        """
+        if not self.comm.shares_data_lane:
+            return window.opening is not None and window.opening[0].is_completed()
+        window.early_bytes += self.params.specs[param_index].nbytes
+        return window.early_bytes >= self._limits[0]
+
+    def _outside_of_windows(self, param_index: int, grad: Tensor) -> bool:
+        """A gradient while no window is open. Returns whether one was begun.
+
+        [Note: local] It stays on this rank if its backward is that of a ``no_sync`` forward, or if no synchronising
+        forward is open (a backward through ``model.module``). Else it belongs to an output that could not be seen, and
+        its backward begins here, one gradient late: what stood in ``.grad`` before is worked out from the sum.
+        """
+        if self._local() is not None or not self._log.is_expecting():
+            self._touched_locally.add(param_index)
+            return False
+        param = self.params.live[param_index]
+        assert param is not None and param.grad is not None
+        with torch.no_grad():
+            before = None if torch.equal(_dense(param.grad), _dense(grad)) else param.grad - grad
+        self._begin(None, nested=inside_nested_task(), stood_before={param_index: before})
+        return True
+
+    @torch.no_grad()
+    def _launch(self, position: int, plan: BucketPlan | None = None, *, empty: bool = False) -> None:
+        """Pack bucket ``position`` and start its all-reduce.
+
+        ``.grad`` is given up: memory is free early, and a further gradient is not mistaken for one that travels.
+        ``empty``: this rank takes part so that its peers need not wait, and nobody will use the sums.
+        """
+        window = self.window
+        assert window is not None
+        is_late_round = plan is not None
+        bucket = (plan or self.protocol.plan).buckets[position]
+        live, agreed = self.params.live, self.protocol.agreed
+        grads: list[Tensor | None] = []
+        old: list[Tensor | None] = []
+        for i in bucket.param_indices:
+            param = live[i]
+            grads.append(param.grad if param is not None else None)
+            # What stood there before has travelled already if the parameter was in the agreed set.
+            old.append(None if is_late_round and agreed[i] else window.held_back[i])
+            if param is not None:
+                param.grad = None
+        if empty:
+            grads = old = [None] * len(grads)
+        specs = [self.params.specs[i] for i in bucket.param_indices]
+        if bucket.is_sparse:
+            flat = sparse_share(grads[0], old[0], specs[0], self.comm.world_size)
+            sums = [flat]
+            nbytes = flat._values().numel() * flat.element_size()
+        else:
+            packed = FlatBucket(specs)
+            packed.fill(grads, old, self.comm.world_size)
+            flat, sums = packed.flat, packed.views
+            nbytes = flat.numel() * flat.element_size()
+        self.counters.bytes_reduced += nbytes
+        self.counters.buckets_launched += 1
+        work = self.comm.all_reduce_sum(flat) if bucket.is_sparse or flat.numel() else None
+        window.flights.append(Flight(bucket, work, sums))
+
+    # -- close
+
+    def closing_steps(self, *, failed: bool = False) -> Generator[Work, None, None]:
+        """Close the window: yields each control handle to wait for.
+
+        ``failed``: this rank's backward raised; take part so that no rank waits, then every other rank raises.
+
+        Raises:
+            KnownDDPError: what the window's fault is, after gradients are back to what they were.
+        """
+        try:
+            yield from self._closing_steps(failed)
+        except BaseException:
+            if self.window is not None:  # no error of the protocol: those end the window first
+                self.protocol.break_off()
+                self._restore()
+                self._window_over()
+            raise
+
+    def _closing_steps(self, failed: bool) -> Generator[Work, None, None]:
+        window, protocol = self.window, self.protocol
+        assert window is not None
+        if window.opening is not None:
+            yield window.opening[0]
+            self._open_now()
+        if window.fault is not None:
+            yield from self._end_in_error(window.fault.fault, window.fault.disputed, failed)
+        rest, message = protocol.end(self._hoped(), failed=failed)
+        for position in rest:
+            self._launch(position, empty=failed)
+        combined = None
+        if message is not None:
+            combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            yield self.comm.combine_or(combined)
+        # All ranks have launched everything now, so these waits wait for no decision of a peer.
+        for flight in window.flights:
+            if flight.work is not None:
+                flight.work.wait()
+        closing = protocol.closed(combined.numpy().tobytes() if combined is not None else None)
+        if closing.fault is not None and closing.fault is not Fault.TRUST:
+            yield from self._end_in_error(closing.fault, (), failed)
+        partial = self._hand_back(window, closing)
+        if closing.late_plan is not None:
+            yield from self._late_round(window, closing.late_plan, partial)
+        if closing.order_due:
+            order = torch.tensor(protocol.order_message(), dtype=torch.int64)
+            yield self.comm.combine_max(order)
+            protocol.learn(order.tolist())
+        protocol.settled()
+        self._touched_locally.clear()
+        self.counters.backwards_finished += 1
+        self._window_over()
+        self._tell_of_dispute(window)
+        if closing.fault is Fault.TRUST:
+            raise error_for(
+                Fault.TRUST,
+                [self._testimony(failed)] * self.comm.world_size,
+                self.comm.rank,
+                self.params.names,
+                closing.late,
+            )
+
+    def _hoped(self) -> bytes:
+        """What the forwards whose outputs took part promised."""
+        window = self.window
+        assert window is not None
+        if self.find_unused:
+            return bytes(len(self.params))
+        visited = [r for r in window.participants if r.visited] or window.participants
+        return self._promised(_declared_by_all(visited)) if visited else bytes(len(self.params))
+
+    @torch.no_grad()
+    def _hand_back(self, window: Window, closing: Closing) -> dict[int, Tensor]:
+        """Put means where gradients are expected, and back what nobody touched. Returns the means of late ones."""
+        partial: dict[int, Tensor] = {}
+        late = set(closing.late)
+        travelled = set()
+        for flight in window.flights:
+            for i, mean in zip(flight.bucket.param_indices, flight.sums, strict=True):
+                travelled.add(i)
+                if i in late:
+                    partial[i] = mean
+                elif closing.touched[i]:
+                    self._set_grad(window, i, mean)
+                else:
+                    self._put_back(window, i)
+        for i, old in enumerate(window.held_back):
+            if old is not None and i not in travelled and i not in late:
+                self._put_back(window, i)
+        if closing.fault is Fault.TRUST:
+            self._keep_untrusted(window, closing, partial)
+        return partial
+
+    def _keep_untrusted(self, window: Window, closing: Closing, partial: dict[int, Tensor]) -> None:
+        """Under "trust" late gradients stay this rank's own, added to what is there."""
+        for i in closing.late:
+            param = self.params.live[i]
+            share = param.grad if param is not None else None
+            before = partial.get(i, window.held_back[i])
+            if param is not None and before is not None:
+                param.grad = before if share is None else before + share
+
+    def _set_grad(self, window: Window, i: int, mean: Tensor) -> None:
+        """Hand a mean back, in the tensor that was there if there was one, else in the parameter's own strides."""
+        param, old = self.params.live[i], window.held_back[i]
+        if param is None:
+            return
+        if old is not None and not old.requires_grad and old.layout is mean.layout is torch.strided:
+            param.grad = old.copy_(mean)
+        else:
+            param.grad = with_strides_of(param, mean)
+
+    def _put_back(self, window: Window, i: int) -> None:
+        param = self.params.live[i]
+        if param is not None:
+            param.grad = window.held_back[i]
+
+    @torch.no_grad()
+    def _late_round(self, window: Window, plan: BucketPlan, partial: dict[int, Tensor]) -> Generator[Work, None, None]:
+        """See [Note: late] in protocol.py. All ranks know the plan."""
+        self.counters.late_rounds += 1
+        first = len(window.flights)
+        for position in range(len(plan.buckets)):
+            self._launch(position, plan)
+        for flight in window.flights[first:]:
+            if flight.work is not None:
+                yield flight.work
+            for i, mean in zip(flight.bucket.param_indices, flight.sums, strict=True):
+                self._set_grad(window, i, partial[i] + mean if i in partial else mean)
+
+    # -- errors
+
+    def _testimony(self, failed: bool) -> Testimony:
+        window = self.window
+        declared = _declared_by_all(window.participants) if window is not None else frozenset()
+        layout = tuple(f"{str(s.key.dtype).removeprefix('torch.')}{list(s.shape)}" for s in self.params.specs)
+        return Testimony(failed, inside_nested_task(), tuple(self.params.names_of(sorted(declared))), layout)
+
+    def _end_in_error(self, fault: Fault | None, about: tuple[int, ...], failed: bool) -> Generator[Work, None, None]:
+        """Every rank is here. Put gradients back, end the window, hear what the others know, and raise."""
+        assert fault is not None
+        mine = self._testimony(failed)
+        if self.protocol.phase is Phase.SETTLING:
+            self.protocol.settled()
+        self._restore()
+        self._window_over()
+        told = yield from self.comm.gather_steps(mine)
+        raise error_for(fault, told, self.comm.rank, self.params.names, about)
+
+    def _restore(self) -> None:
+        """Gradients as they were when the backward began."""
+        window = self.window
+        assert window is not None
+        for i, param in enumerate(self.params.live):
+            if param is not None:
+                param.grad = window.stood_before.get(i, window.held_back[i])
+
+    def abandon(self) -> None:
+        """This rank's backward raised: finish the window with the others, so that the next one finds all in step."""
+        window = self.window
+        if window is None:
+            return
+        forget(self, window.graph_task)
+        try:
+            run(self.closing_steps(failed=True))
+        except Exception as error:
+            # This rank is raising already. A broken connection shows at the next forward.
+            self.counters.last_abandoned = repr(error)
+
+    def _window_over(self) -> None:
+        window = self.window
+        assert window is not None
+        forget(self, window.graph_task)
+        self.window = None
+        self._log.window_closed(window.participants)
+        for _, handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
+        if self.buffers is not None:
+            self.buffers.window_over()
+
+    def _tell_of_dispute(self, window: Window) -> None:
+        """Differing declarations cost bytes: count them, and say so once."""
+        costly = [i for i in window.disputed if self.protocol.agreed[i]]
+        self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
+        if costly and not self._warned_of_dispute:
+            self._warned_of_dispute = True
+            warnings.warn(
+                f"{at_rank(self.comm.rank, self.comm.world_size)} ranks declared different unused parameters; those that "
+                f"any rank uses are reduced on all ({shorten(self.params.names_of(costly))}). This is right but costs "
+                "their bytes. To save them draw the same layers on every rank (knownddp.LayerDropSampler); "
+                "stats().bytes_disputed counts them.",
+                stacklevel=2,
+            )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _nobody() -> None:
+    """A dead reference."""
+    return None
+
+
+def _declared_by_all(records: Sequence[ForwardRecord]) -> frozenset[int]:
+    """A parameter counts as unused when every forward that takes part declared it."""
+    return frozenset.intersection(*(r.declared for r in records)) if records else frozenset()
+
+
+def _on_output_grad(reducer: weakref.ref[Reducer], record: ForwardRecord, _: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.on_output_grad(record)

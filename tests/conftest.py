@@ -1,0 +1,26 @@
+"""The ``ranks`` fixture: run a function on started processes, one a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ranks import RankPools
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.stop()
+
+
+@pytest.fixture
+def ranks(_pools: RankPools) -> Callable[..., list[Any]]:
+    """``ranks(world_size, fn, *args)`` calls ``fn(rank, *args)`` on every rank and returns the results in rank order.
+
+    The processes are shared by all tests. After each call the ranks check that their process group still works; after
+    an exception, a death or a hang, which fail the test with every rank's traceback or stack, they are replaced.
+    """
+    return _pools.run
