@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ NO_GRAPH_TASK = -1
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the innermost running graph task is over; it is dropped unrun if that task raises."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def current_graph_task() -> int:
@@ -45,7 +44,7 @@ def current_node() -> Node | None:
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Writes to ``tensors`` inside leave their version counters alone, so that autograd does not refuse them later."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 @contextmanager
@@ -85,10 +84,11 @@ def create_group(name: str, ranks: list[int], backend: str | None, timeout: time
     """A new group over ``ranks`` (global, this rank among them), which only those ranks take part in making.
 
     ``new_group(use_local_synchronization=True)`` would do, but it names the group after the number of groups that
-    exist on the calling rank; where that differs between ranks it waits for the time-out. Here the caller gives the name.
+    exist on the calling rank; where that differs between ranks it waits for the time-out. Here the caller names it.
     """
     parent = default_group()
     default_backend, store = distributed_c10d._world.pg_map[parent]
+    group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -106,5 +106,5 @@ def create_group(name: str, ranks: list[int], backend: str | None, timeout: time
 
 def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """A tensor over ``flat``'s storage that autograd does not take for a view, so that ``detach_()`` works on it."""
-    view: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, strides)
+    view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(strides))

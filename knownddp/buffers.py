@@ -33,7 +33,7 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 
 def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:
-    pieces = packed.split([t.numel() * t.element_size() for t in tensors])
+    pieces = torch.split(packed, [t.numel() * t.element_size() for t in tensors])
     with torch.no_grad(), private.preserve_versions(tensors):
         for tensor, piece in zip(tensors, pieces, strict=True):
             # clone: a view as a wider dtype must start at a multiple of that dtype's size

@@ -100,7 +100,9 @@ class Collectives:
         group = self.lanes()[1]
         payload = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        yield _work(dist.all_gather(list(sizes.split(1)), torch.tensor([payload.numel()]), group=group, async_op=True))
+        yield _work(
+            dist.all_gather(list(sizes.unsqueeze(1)), torch.tensor([payload.numel()]), group=group, async_op=True)
+        )
         longest = int(sizes.max())
         found = torch.zeros(self.world_size, longest, dtype=torch.uint8)
         padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))

@@ -27,8 +27,8 @@ from .stats import ReducerStatistics
 class KnownDDP(nn.Module):
     """Data parallelism over a process group, told before each forward which parameters it will not use.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``: after ``backward()`` every rank holds, in ``.grad``, the
-    mean over ranks. ``model(x, unused_parameters=layers)`` declares what this call skips: those parameters are not
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``: after ``backward()`` every rank holds the mean over
+    ranks in ``.grad``. ``model(x, unused_parameters=layers)`` declares what this call skips: those parameters are not
     reduced, cost no bytes and no waiting, and keep ``.grad`` as it was. Declarations may differ between ranks (see
     ``unused_agreement``), and a wrong one costs time, not correctness.
 
@@ -162,7 +162,7 @@ class KnownDDP(nn.Module):
 
     # -- forward
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
     def forward(self, *args: Any, unused_parameters: Unused | None = None, **kwargs: Any) -> Any:
         """Run the module; gradients of this call are averaged by the backward that follows.
 
@@ -219,7 +219,11 @@ class KnownDDP(nn.Module):
             DeclarationError: there is no such call.
         """
         declared = self._params.resolve(parameters)
-        if not self._reducer.mark_unused(declared) and not self._forwards_without_record and torch.is_grad_enabled():
+        if (
+            not self._reducer.forwards.mark_unused(declared)
+            and not self._forwards_without_record
+            and torch.is_grad_enabled()
+        ):
             raise DeclarationError(
                 f"{at_rank(self._reducer.comm.rank, self._reducer.comm.world_size)} mark_unused found no call to mark: "
                 "none is running, and the last one had its backward or its outputs are gone.\n"
@@ -255,7 +259,7 @@ class KnownDDP(nn.Module):
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
         """Leave these parameters and buffers of ``module`` (before it is wrapped) to each rank alone."""
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

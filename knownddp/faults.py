@@ -47,8 +47,8 @@ def error_for(
     if fault is Fault.FAILED:
         failed = [r for r, one in enumerate(told) if one.failed]
         return PeerFailedError(
-            f"{where} the backward on {_ranks(failed)} raised, so no gradient of this backward was averaged; .grad is as "
-            "it was before it.\nFix: see the error there; the next step of all ranks goes on normally."
+            f"{where} the backward on {_ranks(failed)} raised, so no gradient of this backward was averaged; .grad is "
+            "as it was before.\nFix: see the error there; the next step of all ranks goes on normally."
         )
     if fault is Fault.NESTED:
         nested = [r for r, one in enumerate(told) if one.nested]
@@ -61,8 +61,8 @@ def error_for(
     if fault is Fault.DECLARATIONS:
         said = "; ".join(f"rank {r} declared {shorten(one.declared) or 'nothing'}" for r, one in enumerate(told))
         return RanksDifferError(
-            f'{where} unused_agreement="same", but the ranks declared different unused parameters. In dispute: {listed}. '
-            f"{said}.\nNothing was sent or averaged.\n"
+            f'{where} unused_agreement="same", but the ranks declared different unused parameters. In dispute: '
+            f"{listed}. {said}.\nNothing was sent or averaged.\n"
             'Fix: draw the layers from a seed and the step alone (knownddp.LayerDropSampler), or use "union".'
         )
     if fault is Fault.MODELS:
@@ -98,4 +98,13 @@ def unfinished_message(rank: int, world_size: int, names: Sequence[str], missing
         "`find_unused_parameters=True` to KnownDDP; or make sure that all `forward` function outputs participate in "
         "calculating loss.\n"
         f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    )
+
+
+def dispute_message(rank: int, world_size: int, names: Sequence[str]) -> str:
+    """The text of the warning that differing declarations cost bytes."""
+    return (
+        f"{at_rank(rank, world_size)} ranks declared different unused parameters; those that any rank uses are reduced "
+        f"on all ({shorten(names)}). This is right but costs their bytes. To save them draw the same layers on every "
+        "rank (knownddp.LayerDropSampler); stats().bytes_disputed counts them."
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from . import _torch_private as private
+from .outputs import find_tensors
 
 # Records kept without an output to hold them. One too many dropped costs a late round, not a wrong gradient.
 MAX_KEPT = 64
@@ -62,12 +65,63 @@ class ForwardRecord:
 class ForwardLog:
     """All records that are alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_own_leaf: Callable[[Tensor], bool]) -> None:
+        self._is_own_leaf = is_own_leaf
         self._alive: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
         self._kept: deque[ForwardRecord] = deque(maxlen=MAX_KEPT)
+        self._running: list[ForwardRecord] = []
+        self._last: weakref.ref[ForwardRecord] | None = None
+        self._leaf_hooks: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
 
-    def add(self, record: ForwardRecord) -> None:
+    @contextmanager
+    def recording(self, declared: Iterable[int], *, synchronises: bool) -> Iterator[ForwardRecord]:
+        """Record a forward that runs inside; one that raises leaves no trace."""
+        record = ForwardRecord(declared, synchronises=synchronises)
         self._alive.add(record)
+        self._running.append(record)
+        try:
+            yield record
+        except BaseException:
+            record.is_spent = True
+            raise
+        finally:
+            record.is_running = False
+            self._running.remove(record)
+        self._last = weakref.ref(record)
+
+    def mark_unused(self, declared: Iterable[int]) -> bool:
+        """Add to the declaration of the running forward, else of the last one if no backward of it has begun.
+
+        Returns whether there was such a forward.
+        """
+        record = self._running[-1] if self._running else self._last() if self._last is not None else None
+        if record is None or (not record.is_running and (record.is_spent or record.visited)):
+            return False
+        record.declared = record.declared.union(declared)
+        return True
+
+    def watch(self, output: object, record: ForwardRecord, on_grad: Callable[[Tensor], None]) -> None:
+        """Call ``on_grad`` when the gradient of a tensor in ``output`` is known.
+
+        What cannot be hooked (nothing was found, or a managed parameter itself) is out of sight, as is a part of
+        ``output`` that cannot be looked into; the record is then kept, and a parameter's own hook will tell.
+        """
+        tensors, is_hidden = find_tensors(output)
+        watched = False
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            if self._is_own_leaf(tensor):
+                is_hidden = True
+                continue
+            watched = True
+            record.watch(tensor)
+            handle = tensor.register_hook(on_grad)  # type: ignore[no-untyped-call]
+            if tensor.is_leaf:  # the user's own tensor, which would collect hooks from call to call
+                self._leaf_hooks = [(leaf, h) for leaf, h in self._leaf_hooks if leaf() is not None]
+                self._leaf_hooks.append((weakref.ref(tensor), handle))
+        if is_hidden or not watched:
+            self.keep(record)
 
     def keep(self, record: ForwardRecord) -> None:
         """Keep ``record`` although its outputs may be gone: part of its graph is out of sight.
@@ -97,6 +151,9 @@ class ForwardLog:
             record.visited = False
             record.was_closed = True
             record.is_spent = record not in self._kept
+        for _, handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
 
     def forward_begins(self) -> None:
         """A synchronising forward outside of a backward begins: what was kept and closed is over."""

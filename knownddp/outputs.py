@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,8 @@ def _contents(value: Any) -> Iterable[Any] | None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """``value`` with every tensor in it on ``device``; structure and types stay, other objects pass by reference."""
-    if isinstance(value, Tensor) or (hasattr(value, "to") and isinstance(value, nn.utils.rnn.PackedSequence)):
-        return value.to(device, non_blocking=True)
+    if isinstance(value, (Tensor, nn.utils.rnn.PackedSequence)):
+        return cast(Tensor, value).to(device, non_blocking=True)
     if isinstance(value, tuple):
         moved = [to_device(one, device) for one in value]
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)

@@ -96,7 +96,7 @@ class ManagedParams:
         lazy = [n for n, p in zip(self.names, self.live, strict=True) if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ModelError(
-                "Modules with uninitialized parameters can't be used with KnownDDP (as with `DistributedDataParallel`): "
+                "Modules with uninitialized parameters can't be used with KnownDDP, as with `DistributedDataParallel`: "
                 f"{shorten(lazy)}.\nFix: run a dummy forward pass to initialise the modules, then wrap."
             )
         if not any(p is not None and p.requires_grad for p in self.live) and not self.has_inner_wrapper:
@@ -205,7 +205,8 @@ class ManagedParams:
                 found |= self._cover(entry, partly) if covered is None else covered
             else:
                 raise DeclarationError(
-                    f"unused_parameters may hold parameters, modules and names, not {type(entry).__name__}: {entry!r:.80}"
+                    "unused_parameters may hold parameters, modules and names, "
+                    f"not {type(entry).__name__}: {entry!r:.80}"
                 )
         if partly:
             found |= {i for i, places in enumerate(self._places) if len(places) > 1 and partly.issuperset(places)}
@@ -218,7 +219,8 @@ class ManagedParams:
         if id(tensor) in self._ignored_ids:
             return NOTHING
         raise UnknownParameterError(
-            f"unused_parameters holds a tensor of shape {tuple(tensor.shape)} that is no parameter of the wrapped module.\n"
+            f"unused_parameters holds a tensor of shape {tuple(tensor.shape)} that is no parameter of the wrapped "
+            "module.\n"
             "Why: a copy (after a cast, a move or a deep copy) is another parameter.\n"
             "Fix: take it from model.module, or give its name."
         )
@@ -242,8 +244,8 @@ class ManagedParams:
             if isinstance(entry, (nn.ModuleList, nn.Sequential)):  # a slice makes a new container of old modules
                 return set().union(*(self._places_below(child) for child in entry))
             raise UnknownParameterError(
-                f"unused_parameters holds a {type(entry).__name__} that is not part of the wrapped module as it was when "
-                "it was wrapped.\nFix: take it from model.module, or give its name."
+                f"unused_parameters holds a {type(entry).__name__} that is not part of the wrapped module as it was "
+                "when it was wrapped.\nFix: take it from model.module, or give its name."
             )
         matches = [entry] if entry in self._known_names else fnmatch.filter(self._known_names, entry)
         if not matches:

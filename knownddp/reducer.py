@@ -1,13 +1,14 @@
 """The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's.
 
 One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
-accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go -> ``_launch`` packs
-and all-reduces them -> the end of the backward runs ``closing_steps``: what never came is sent as zeros, CLOSE is
-exchanged, means are handed back, and a late round follows where one is due.
+accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go ->
+``GradientExchange.launch`` packs and all-reduces them -> the end of the backward runs ``closing_steps``: what never
+came is sent as zeros, CLOSE is exchanged, means are handed back, and a late round follows where one is due.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -20,17 +21,16 @@ from torch import Tensor
 from . import _torch_private as private
 from .buffers import BufferSync
 from .comm import Collectives, Work, run
-from .errors import PeerError, UnfinishedBackwardError, at_rank, shorten
-from .faults import Testimony, error_for, unfinished_message
-from .flat import FlatBucket, sparse_share, with_strides_of
+from .errors import PeerError, UnfinishedBackwardError, at_rank
+from .exchange import GradientExchange
+from .faults import Testimony, dispute_message, error_for, unfinished_message
 from .forwards import ForwardLog, ForwardRecord
 from .nodes import GradientNodes, inside_nested_task
-from .outputs import find_tensors
 from .params import ManagedParams
-from .plan import BucketPlan, Planner
-from .protocol import Agreement, Closing, Fault, Phase, Protocol
+from .plan import Planner
+from .protocol import Agreement, Fault, Phase, Protocol
 from .stats import Counters, ReducerStatistics
-from .window import EndOfBackward, Flight, LocalBackward, Window, forget
+from .window import EndOfBackward, LocalBackward, Window, forget
 
 
 class Reducer:
@@ -66,12 +66,9 @@ class Reducer:
         self._planner = Planner(params.specs, limits)
         self.protocol = Protocol(self._planner, len(params), agreement, detects_unused=find_unused)
         self._nodes = GradientNodes(len(params), self._on_grad_ready)
-        self._log = ForwardLog()
-        self._running: list[ForwardRecord] = []
-        self._last: weakref.ref[ForwardRecord] | None = None
+        self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
         self._touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _nobody
-        self._leaf_hooks: list[tuple[weakref.ref[Tensor], torch.utils.hooks.RemovableHandle]] = []
         self._warned_of_dispute = False
         self._take_over_params()
 
@@ -103,7 +100,7 @@ class Reducer:
             self.abandon()
         missing = self.protocol.unmet()
         self.protocol.forward_begins()
-        self._log.forward_begins()
+        self.forwards.forward_begins()
         if missing:
             raise UnfinishedBackwardError(
                 unfinished_message(self.comm.rank, self.comm.world_size, self.params.names, missing)
@@ -111,65 +108,21 @@ class Reducer:
 
     @contextmanager
     def recording(self, declared: frozenset[int], *, synchronises: bool) -> Iterator[ForwardRecord]:
-        """Record one forward with gradients on; a forward that raises leaves no trace."""
+        """Record one forward with gradients on, reading the parameters as they are now."""
         if self.params.refresh() or self.params.trainable != self._hooked:
             self._take_over_params()
-        record = ForwardRecord(declared, synchronises=synchronises)
-        self._log.add(record)
-        self._running.append(record)
-        try:
+        with self.forwards.recording(declared, synchronises=synchronises) as record:
             yield record
-        except BaseException:
-            record.is_spent = True
-            raise
-        finally:
-            record.is_running = False
-            self._running.remove(record)
-        self._last = weakref.ref(record)
-
-    def mark_unused(self, declared: frozenset[int]) -> bool:
-        """Add to the declaration of the running forward, else of the last one if no backward of it has begun.
-
-        Returns whether there was such a forward.
-        """
-        record = self._running[-1] if self._running else self._last() if self._last is not None else None
-        if record is None or (not self._running and (record.is_spent or record.visited)):
-            return False
-        record.declared |= declared
-        return True
 
     def watch(self, output: object, record: ForwardRecord) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
-        tensors, is_hidden = find_tensors(output)
-        reducer = weakref.ref(self)
-        watched = False
-        for tensor in tensors:
-            if not tensor.requires_grad:
-                continue
-            if self.params.index_of(tensor) is not None:
-                is_hidden = True  # a parameter itself: its own hook will tell
-                continue
-            watched = True
-            record.watch(tensor)
-            handle = tensor.register_hook(functools.partial(_on_output_grad, reducer, record))
-            if tensor.is_leaf:  # the user's own tensor: it would collect hooks from call to call
-                self._leaf_hooks = [(leaf, h) for leaf, h in self._leaf_hooks if leaf() is not None]
-                self._leaf_hooks.append((weakref.ref(tensor), handle))
-        if is_hidden or not watched:
-            self._log.keep(record)
+        self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
 
     def statistics(self) -> ReducerStatistics:
         """A snapshot of the counters."""
-        c = self.counters
-        return ReducerStatistics(
+        return self.counters.snapshot(
             phase=self.protocol.phase.name,
-            backwards_finished=c.backwards_finished,
-            buckets_launched=c.buckets_launched,
             buckets_planned=len(self.protocol.plan.buckets),
-            bytes_reduced=c.bytes_reduced,
-            bytes_skipped=c.bytes_skipped,
-            bytes_disputed=c.bytes_disputed,
-            late_rounds=c.late_rounds,
             plans_cached=len(self._planner),
             unforeseen=tuple(self.params.names_of(sorted(self.protocol.unforeseen))),
         )
@@ -182,7 +135,7 @@ class Reducer:
             record.visited = record.synchronises
         elif not self._nodes.begins_backward():
             if torch.is_grad_enabled() and record.synchronises and not record.is_spent:
-                self._log.keep(record)  # create_graph: what is derived outlives the output (a gradient penalty)
+                self.forwards.keep(record)  # create_graph: what is derived outlives the output (a gradient penalty)
         elif record.synchronises:
             record.visited = True
             self._begin(record)
@@ -203,17 +156,14 @@ class Reducer:
         stood_before: Mapping[int, Tensor | None] | None = None,
     ) -> None:
         self._local = _nobody
-        participants = self._log.participants(begun_by)
+        participants = self.forwards.participants(begun_by)
         if self.buffers is not None:
             self.buffers.exchange(apply=False)
         end = EndOfBackward(self)
-        held_back = [param.grad if param is not None else None for param in self.params.live]
-        self.window = Window(private.current_graph_task(), participants, held_back, end.mark, stood_before or {})
+        gradients = GradientExchange(self.params, self.comm, self.counters, stood_before or {})
+        self.window = Window(private.current_graph_task(), participants, gradients, end.mark)
         end.queue()
         del end  # the engine holds the only reference
-        for param, grad in zip(self.params.live, held_back, strict=True):
-            if grad is not None and param is not None:
-                param.grad = None
         declared = _declared_by_all(participants)
         expected = self._nodes.foreseen() if self.find_unused else self._promised(declared)
         if self.protocol.unforeseen:
@@ -221,7 +171,7 @@ class Reducer:
                 e or (i in self.protocol.unforeseen and t)
                 for i, (e, t) in enumerate(zip(expected, self.params.trainable, strict=True))
             )
-        carried = [i for i in self._touched_locally if held_back[i] is not None]
+        carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
         message = self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested)
         if message is None:
             self._count_agreed()
@@ -251,8 +201,7 @@ class Reducer:
             return
         window.disputed = opening.disputed
         self._count_agreed()
-        for position in opening.launch:
-            self._launch(position)
+        self._launch(opening.launch)
 
     def _count_agreed(self) -> None:
         sizes = [spec.nbytes for spec in self.params.specs]
@@ -280,8 +229,9 @@ class Reducer:
             assert window is not None
         if window.fault is not None:
             return
-        for position in self.protocol.ready(param_index):
-            self._launch(position)
+        full = self.protocol.ready(param_index)
+        if full:
+            self._launch(full)
         if window.opening is not None and self._may_open(window, param_index):
             self._open_now()
 
@@ -303,7 +253,7 @@ class Reducer:
         forward is open (a backward through ``model.module``). Else it belongs to an output that could not be seen, and
         its backward begins here, one gradient late: what stood in ``.grad`` before is worked out from the sum.
         """
-        if self._local() is not None or not self._log.is_expecting():
+        if self._local() is not None or not self.forwards.is_expecting():
             self._touched_locally.add(param_index)
             return False
         param = self.params.live[param_index]
@@ -313,43 +263,12 @@ class Reducer:
         self._begin(None, nested=inside_nested_task(), stood_before={param_index: before})
         return True
 
-    @torch.no_grad()
-    def _launch(self, position: int, plan: BucketPlan | None = None, *, empty: bool = False) -> None:
-        """Pack bucket ``position`` and start its all-reduce.
-
-        ``.grad`` is given up: memory is free early, and a further gradient is not mistaken for one that travels.
-        ``empty``: this rank takes part so that its peers need not wait, and nobody will use the sums.
-        """
+    def _launch(self, positions: range, *, empty: bool = False) -> None:
+        """Start the all-reduces of these buckets of the plan."""
         window = self.window
         assert window is not None
-        is_late_round = plan is not None
-        bucket = (plan or self.protocol.plan).buckets[position]
-        live, agreed = self.params.live, self.protocol.agreed
-        grads: list[Tensor | None] = []
-        old: list[Tensor | None] = []
-        for i in bucket.param_indices:
-            param = live[i]
-            grads.append(param.grad if param is not None else None)
-            # What stood there before has travelled already if the parameter was in the agreed set.
-            old.append(None if is_late_round and agreed[i] else window.held_back[i])
-            if param is not None:
-                param.grad = None
-        if empty:
-            grads = old = [None] * len(grads)
-        specs = [self.params.specs[i] for i in bucket.param_indices]
-        if bucket.is_sparse:
-            flat = sparse_share(grads[0], old[0], specs[0], self.comm.world_size)
-            sums = [flat]
-            nbytes = flat._values().numel() * flat.element_size()
-        else:
-            packed = FlatBucket(specs)
-            packed.fill(grads, old, self.comm.world_size)
-            flat, sums = packed.flat, packed.views
-            nbytes = flat.numel() * flat.element_size()
-        self.counters.bytes_reduced += nbytes
-        self.counters.buckets_launched += 1
-        work = self.comm.all_reduce_sum(flat) if bucket.is_sparse or flat.numel() else None
-        window.flights.append(Flight(bucket, work, sums))
+        for position in positions:
+            window.gradients.launch(self.protocol.plan.buckets[position], empty=empty)
 
     # -- close
 
@@ -366,7 +285,7 @@ class Reducer:
         except BaseException:
             if self.window is not None:  # no error of the protocol: those end the window first
                 self.protocol.break_off()
-                self._restore()
+                self.window.gradients.restore()
                 self._window_over()
             raise
 
@@ -379,22 +298,20 @@ class Reducer:
         if window.fault is not None:
             yield from self._end_in_error(window.fault.fault, window.fault.disputed, failed)
         rest, message = protocol.end(self._hoped(), failed=failed)
-        for position in rest:
-            self._launch(position, empty=failed)
+        self._launch(rest, empty=failed)
         combined = None
         if message is not None:
             combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             yield self.comm.combine_or(combined)
-        # All ranks have launched everything now, so these waits wait for no decision of a peer.
-        for flight in window.flights:
-            if flight.work is not None:
-                flight.work.wait()
+        window.gradients.wait()
         closing = protocol.closed(combined.numpy().tobytes() if combined is not None else None)
         if closing.fault is not None and closing.fault is not Fault.TRUST:
             yield from self._end_in_error(closing.fault, (), failed)
-        partial = self._hand_back(window, closing)
+        window.gradients.hand_back(closing.touched, closing.late)
         if closing.late_plan is not None:
-            yield from self._late_round(window, closing.late_plan, partial)
+            yield from window.gradients.late_round(closing.late_plan)
+        elif closing.fault is Fault.TRUST:
+            window.gradients.keep_late_ones_local(closing.late)
         if closing.order_due:
             order = torch.tensor(protocol.order_message(), dtype=torch.int64)
             yield self.comm.combine_max(order)
@@ -422,65 +339,6 @@ class Reducer:
         visited = [r for r in window.participants if r.visited] or window.participants
         return self._promised(_declared_by_all(visited)) if visited else bytes(len(self.params))
 
-    @torch.no_grad()
-    def _hand_back(self, window: Window, closing: Closing) -> dict[int, Tensor]:
-        """Put means where gradients are expected, and back what nobody touched. Returns the means of late ones."""
-        partial: dict[int, Tensor] = {}
-        late = set(closing.late)
-        travelled = set()
-        for flight in window.flights:
-            for i, mean in zip(flight.bucket.param_indices, flight.sums, strict=True):
-                travelled.add(i)
-                if i in late:
-                    partial[i] = mean
-                elif closing.touched[i]:
-                    self._set_grad(window, i, mean)
-                else:
-                    self._put_back(window, i)
-        for i, old in enumerate(window.held_back):
-            if old is not None and i not in travelled and i not in late:
-                self._put_back(window, i)
-        if closing.fault is Fault.TRUST:
-            self._keep_untrusted(window, closing, partial)
-        return partial
-
-    def _keep_untrusted(self, window: Window, closing: Closing, partial: dict[int, Tensor]) -> None:
-        """Under "trust" late gradients stay this rank's own, added to what is there."""
-        for i in closing.late:
-            param = self.params.live[i]
-            share = param.grad if param is not None else None
-            before = partial.get(i, window.held_back[i])
-            if param is not None and before is not None:
-                param.grad = before if share is None else before + share
-
-    def _set_grad(self, window: Window, i: int, mean: Tensor) -> None:
-        """Hand a mean back, in the tensor that was there if there was one, else in the parameter's own strides."""
-        param, old = self.params.live[i], window.held_back[i]
-        if param is None:
-            return
-        if old is not None and not old.requires_grad and old.layout is mean.layout is torch.strided:
-            param.grad = old.copy_(mean)
-        else:
-            param.grad = with_strides_of(param, mean)
-
-    def _put_back(self, window: Window, i: int) -> None:
-        param = self.params.live[i]
-        if param is not None:
-            param.grad = window.held_back[i]
-
-    @torch.no_grad()
-    def _late_round(self, window: Window, plan: BucketPlan, partial: dict[int, Tensor]) -> Generator[Work, None, None]:
-        """See [Note: late] in protocol.py. All ranks know the plan."""
-        self.counters.late_rounds += 1
-        first = len(window.flights)
-        for position in range(len(plan.buckets)):
-            self._launch(position, plan)
-        for flight in window.flights[first:]:
-            if flight.work is not None:
-                yield flight.work
-            for i, mean in zip(flight.bucket.param_indices, flight.sums, strict=True):
-                self._set_grad(window, i, partial[i] + mean if i in partial else mean)
-
     # -- errors
 
     def _testimony(self, failed: bool) -> Testimony:
@@ -491,22 +349,15 @@ class Reducer:
 
     def _end_in_error(self, fault: Fault | None, about: tuple[int, ...], failed: bool) -> Generator[Work, None, None]:
         """Every rank is here. Put gradients back, end the window, hear what the others know, and raise."""
-        assert fault is not None
+        window = self.window
+        assert fault is not None and window is not None
         mine = self._testimony(failed)
         if self.protocol.phase is Phase.SETTLING:
             self.protocol.settled()
-        self._restore()
+        window.gradients.restore()
         self._window_over()
         told = yield from self.comm.gather_steps(mine)
         raise error_for(fault, told, self.comm.rank, self.params.names, about)
-
-    def _restore(self) -> None:
-        """Gradients as they were when the backward began."""
-        window = self.window
-        assert window is not None
-        for i, param in enumerate(self.params.live):
-            if param is not None:
-                param.grad = window.stood_before.get(i, window.held_back[i])
 
     def abandon(self) -> None:
         """This rank's backward raised: finish the window with the others, so that the next one finds all in step."""
@@ -514,21 +365,17 @@ class Reducer:
         if window is None:
             return
         forget(self, window.graph_task)
-        try:
+        # This rank is raising already, and a failed window ends in an error by design. A lost connection shows at the
+        # next forward (Phase.BROKEN).
+        with contextlib.suppress(Exception):
             run(self.closing_steps(failed=True))
-        except Exception as error:
-            # This rank is raising already. A broken connection shows at the next forward.
-            self.counters.last_abandoned = repr(error)
 
     def _window_over(self) -> None:
         window = self.window
         assert window is not None
         forget(self, window.graph_task)
         self.window = None
-        self._log.window_closed(window.participants)
-        for _, handle in self._leaf_hooks:
-            handle.remove()
-        self._leaf_hooks.clear()
+        self.forwards.window_closed(window.participants)
         if self.buffers is not None:
             self.buffers.window_over()
 
@@ -539,10 +386,7 @@ class Reducer:
         if costly and not self._warned_of_dispute:
             self._warned_of_dispute = True
             warnings.warn(
-                f"{at_rank(self.comm.rank, self.comm.world_size)} ranks declared different unused parameters; those that "
-                f"any rank uses are reduced on all ({shorten(self.params.names_of(costly))}). This is right but costs "
-                "their bytes. To save them draw the same layers on every rank (knownddp.LayerDropSampler); "
-                "stats().bytes_disputed counts them.",
+                dispute_message(self.comm.rank, self.comm.world_size, self.params.names_of(costly)),
                 stacklevel=2,
             )
 

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals, kept by the reducer."""
-
-    backwards_finished: int = 0
-    buckets_launched: int = 0
-    bytes_reduced: int = 0
-    bytes_skipped: int = 0
-    bytes_disputed: int = 0
-    late_rounds: int = 0
-    last_abandoned: str = ""
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +32,27 @@ class ReducerStatistics:
     late_rounds: int
     plans_cached: int
     unforeseen: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals, kept by the reducer; meanings as in ``ReducerStatistics``."""
+
+    backwards_finished: int = 0
+    buckets_launched: int = 0
+    bytes_reduced: int = 0
+    bytes_skipped: int = 0
+    bytes_disputed: int = 0
+    late_rounds: int = 0
+
+    def snapshot(
+        self, *, phase: str, buckets_planned: int, plans_cached: int, unforeseen: tuple[str, ...]
+    ) -> ReducerStatistics:
+        """The totals as they stand, with what the caller knows beside them."""
+        return ReducerStatistics(
+            **asdict(self),
+            phase=phase,
+            buckets_planned=buckets_planned,
+            plans_cached=plans_cached,
+            unforeseen=unforeseen,
+        )

@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from . import _torch_private as private
 from .comm import Work, run_together
+from .exchange import GradientExchange
 from .forwards import ForwardRecord
-from .plan import BucketSpec
 from .protocol import Opening
 
 
 @dataclass(slots=True)
-class Flight:
-    """One launched bucket: what it carries, and where the sums arrive."""
-
-    bucket: BucketSpec
-    work: Work | None  # None: nothing to send
-    sums: list[Tensor]  # one a parameter, in the bucket's order
-
-
-@dataclass(slots=True)
 class Window:
-    """The running window.
-
-    ``held_back[i]`` is what stood in parameter i's ``.grad`` when the backward began. It is taken out, so that autograd
-    makes fresh local gradients: after an error it is put back as it was, and a gradient that comes after its bucket
-    left is told apart from one that travelled.
-    """
+    """The running window."""
 
     graph_task: int
     participants: list[ForwardRecord]
-    held_back: list[Tensor | None]
+    gradients: GradientExchange
     end: object  # the mark of the EndOfBackward that closes it, not itself: its destructor must run
-    stood_before: Mapping[int, Tensor | None]  # corrections of held_back, for a backward that was noticed late
     opening: tuple[Work, Tensor] | None = None
     fault: Opening | None = None  # the opening was an error: raised at the end, where no rank waits in turn
-    early_bytes: int = 0
-    flights: list[Flight] = field(default_factory=list)
     disputed: tuple[int, ...] = ()
+    early_bytes: int = 0
 
 
 class Closer(Protocol):

@@ -1,0 +1,150 @@
+"""The gradients of one window: taken out of ``.grad``, packed, all-reduced, and handed back as means."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .comm import Collectives, Work
+from .flat import FlatBucket, is_dense, sparse_share, with_strides_of
+from .params import ManagedParams
+from .plan import BucketPlan, BucketSpec
+from .stats import Counters
+
+
+@dataclass(slots=True)
+class Flight:
+    """One launched bucket: what it carries, and where the means arrive."""
+
+    bucket: BucketSpec
+    work: Work | None  # None: nothing to send
+    means: list[Tensor]  # one a parameter, in the bucket's order
+
+
+class GradientExchange:
+    """From the begin of a backward to its end, the keeper of all managed ``.grad``.
+
+    What stands in ``.grad`` when the backward begins is held back, so that autograd makes fresh local gradients: after
+    an error it is put back as it was, and a gradient that comes after its bucket left is told apart from one that
+    travelled. At launch ``.grad`` is given up, so memory is free early.
+
+    Args:
+        stood_before: for a backward that was noticed one gradient late: what stood in that ``.grad`` before.
+    """
+
+    def __init__(
+        self,
+        params: ManagedParams,
+        comm: Collectives,
+        counters: Counters,
+        stood_before: Mapping[int, Tensor | None],
+    ) -> None:
+        self._params = params
+        self._comm = comm
+        self._counters = counters
+        self._stood_before = stood_before
+        self._flights: list[Flight] = []
+        self._has_travelled = bytearray(len(params))  # what was held back is on its way
+        self._late_means: dict[int, Tensor] = {}
+        self.held_back: list[Tensor | None] = [p.grad if p is not None else None for p in params.live]
+        for param, grad in zip(params.live, self.held_back, strict=True):
+            if param is not None and grad is not None:
+                param.grad = None
+
+    @torch.no_grad()
+    def launch(self, bucket: BucketSpec, *, empty: bool = False) -> None:
+        """Pack what this rank has for ``bucket`` and start its all-reduce.
+
+        ``empty``: this rank takes part so that its peers need not wait, and nobody will use the result.
+        """
+        live, specs = self._params.live, [self._params.specs[i] for i in bucket.param_indices]
+        grads: list[Tensor | None] = []
+        held_back: list[Tensor | None] = []
+        for i in bucket.param_indices:
+            param = live[i]
+            grads.append(None if param is None or empty else param.grad)
+            held_back.append(None if self._has_travelled[i] or empty else self.held_back[i])
+            self._has_travelled[i] = 1
+            if param is not None:
+                param.grad = None
+        if bucket.is_sparse:
+            flat = sparse_share(grads[0], held_back[0], specs[0], self._comm.world_size)
+            means, numel = [flat], flat._values().numel()
+        else:
+            packed = FlatBucket(specs)
+            packed.fill(grads, held_back, self._comm.world_size)
+            flat, means, numel = packed.flat, packed.views, packed.flat.numel()
+        # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
+        work = self._comm.all_reduce_sum(flat) if numel or bucket.is_sparse else None
+        self._flights.append(Flight(bucket, work, means))
+        self._counters.bytes_reduced += numel * flat.element_size()
+        self._counters.buckets_launched += 1
+
+    def wait(self) -> None:
+        """Wait for everything launched so far. Safe once all ranks have launched it."""
+        for flight in self._flights:
+            if flight.work is not None:
+                flight.work.wait()
+
+    @torch.no_grad()
+    def hand_back(self, touched: bytes, late: Collection[int]) -> None:
+        """Means to what any rank touched, what stood there before to the rest. Late ones wait for the late round."""
+        late = set(late)
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            for i, mean in zip(flight.bucket.param_indices, flight.means, strict=True):
+                if i in late:
+                    self._late_means[i] = mean
+                elif touched[i]:
+                    self._set_mean(i, mean)
+                else:
+                    self._set(i, self.held_back[i])
+        for i, before in enumerate(self.held_back):
+            if before is not None and not self._has_travelled[i] and i not in late:
+                self._set(i, before)
+
+    @torch.no_grad()
+    def late_round(self, plan: BucketPlan) -> Generator[Work, None, None]:
+        """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for."""
+        self._counters.late_rounds += 1
+        for bucket in plan.buckets:
+            self.launch(bucket)
+        for flight in self._flights:
+            if flight.work is not None:
+                yield flight.work
+            for i, mean in zip(flight.bucket.param_indices, flight.means, strict=True):
+                earlier = self._late_means.get(i)
+                self._set_mean(i, mean if earlier is None else earlier + mean)
+
+    @torch.no_grad()
+    def keep_late_ones_local(self, late: Collection[int]) -> None:
+        """Under "trust" nobody else knows of them: they stay this rank's own, added to what is there."""
+        for i in late:
+            param = self._params.live[i]
+            before = self._late_means.get(i, self.held_back[i])
+            if param is not None and before is not None:
+                param.grad = before if param.grad is None else before + param.grad
+
+    def restore(self) -> None:
+        """Everything as it was when the backward began."""
+        for i, before in enumerate(self.held_back):
+            self._set(i, self._stood_before.get(i, before))
+
+    def _set(self, i: int, grad: Tensor | None) -> None:
+        param = self._params.live[i]
+        if param is not None:
+            param.grad = grad
+
+    def _set_mean(self, i: int, mean: Tensor) -> None:
+        """In the tensor that was there, for whoever holds on to it; if none was, in the parameter's own strides."""
+        param, before = self._params.live[i], self.held_back[i]
+        if param is None:
+            return
+        keeps = before is not None and not before.requires_grad and before.layout is mean.layout is torch.strided
+        if before is not None and keeps and is_dense(before.shape, before.stride()):
+            param.grad = before.copy_(mean)
+        else:
+            param.grad = with_strides_of(param, mean)

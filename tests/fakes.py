@@ -1,0 +1,70 @@
+"""Collectives for one process: every peer is taken to do the same as this rank, and everything is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knownddp.comm import Work
+
+
+class DoneWork:
+    """A collective that is over."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class RecordingCollectives:
+    """Stands in for ``knownddp.comm.Collectives``. ``log`` holds (name, bytes) of each collective, in launch order."""
+
+    shares_data_lane = False
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        self.world_size = world_size
+        self.rank = rank
+        self.log: list[tuple[str, int]] = []
+
+    def _record(self, name: str, tensor: Tensor) -> Work:
+        self.log.append((name, tensor.numel() * tensor.element_size()))
+        return DoneWork()
+
+    def all_reduce_sum(self, tensor: Tensor) -> Work:
+        tensor.mul_(self.world_size)  # every peer sent the same
+        return self._record("all_reduce_sum", tensor)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
+        return self._record("broadcast", tensor)
+
+    def combine_or(self, message: Tensor) -> Work:
+        return self._record("combine_or", message)
+
+    def combine_max(self, message: Tensor) -> Work:
+        return self._record("combine_max", message)
+
+    def gather_steps(self, mine: object) -> Generator[Work, None, list[Any]]:
+        self.log.append(("gather", 0))
+        yield DoneWork()
+        return [mine] * self.world_size
+
+    def gather_objects(self, mine: object) -> list[Any]:
+        self.log.append(("gather", 0))
+        return [mine] * self.world_size
+
+    def retire(self) -> None:
+        self.log.append(("retire", 0))
+
+    def bytes_of(self, name: str) -> list[int]:
+        """Sizes of the collectives of that name."""
+        return [nbytes for kind, nbytes in self.log if kind == name]
