@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import knownddp.ddp
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from fakes import RecordingCollectives
 from models import Skippable, inputs, make
 from torch.distributed.tensor.debug import CommDebugMode
 
+import knownddp.ddp
 from knownddp import KnownDDP
 from knownddp.comm import Collectives
 from knownddp.protocol import HEADER_BYTES

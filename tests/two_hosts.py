@@ -51,7 +51,21 @@ def two_hosts(rate: str) -> Iterator[tuple[str, str]]:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             # Large frames: what is counted is then payload, however the kernel cuts it up, and hardly any headers.
             _run("ip", "-n", name, "link", "set", DEVICE, "mtu", "65000", "up")
-            shape = ("tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "512k", "latency", "100ms")
+            shape = (
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                DEVICE,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "512k",
+                "latency",
+                "100ms",
+            )
             _run("ip", "netns", "exec", name, *shape)
         yield names
     finally:
@@ -116,8 +130,8 @@ def _rank(rank: int, mode: str, steps: int) -> Sent:
     before, reduced = int(counter.read_text()), model.stats().bytes_reduced
     for number in range(steps):
         step(number)
+    dist.barrier()  # what the peer has received has left here
     sent = Sent(model.stats().bytes_reduced - reduced, int(counter.read_text()) - before)
-    dist.barrier()
     dist.destroy_process_group()
     return sent
 
