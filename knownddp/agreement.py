@@ -66,14 +66,14 @@ def agree(comm: Collectives, mine: ModelReport, error: KnownDDPError | None) -> 
     """Exchange reports and return rank 0's.
 
     Raises:
-        the rank's own ``error``, unchanged, on the rank that has one; else
+        the rank's own ``error`` on the rank that has one; else
         PeerError: another rank could not wrap its module.
         RanksDifferError: options or models differ; the message names the first differences.
     """
     reports: list[ModelReport] = comm.gather_objects(mine)
     where = at_rank(comm.rank, comm.world_size)
     if error is not None:
-        raise error
+        raise type(error)(f"{where} {error}") from None
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise PeerError(f"{where} KnownDDP could not be made on rank {rank}, so it is made on none: {report.error}")

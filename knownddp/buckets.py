@@ -29,24 +29,23 @@ def assign(items: Iterable[Item], limits: Sequence[int]) -> list[tuple[list[int]
     """
     last = len(limits) - 1
     done: list[tuple[list[int], int]] = []
-    open_indices: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
+    open_indices: dict[Hashable, list[int]] = {}
     stage: dict[Hashable, int] = {}
     for index, nbytes, key, is_sparse in items:
         if is_sparse:
             done.append(([index], NO_LIMIT))
             continue
-        bucket = open_indices.get(key)
-        if bucket is None:
-            bucket = open_indices[key] = []
-            open_bytes[key] = 0
+        if key in open_indices:
+            open_indices[key].append(index)
+            nbytes += open_bytes[key]
+        else:
+            open_indices[key] = [index]
             stage.setdefault(key, 0)
-        bucket.append(index)
-        open_bytes[key] += nbytes
+        open_bytes[key] = nbytes
         limit = limits[stage[key]]
-        if open_bytes[key] >= limit:
-            done.append((bucket, limit))
-            del open_indices[key]
+        if nbytes >= limit:
+            done.append((open_indices.pop(key), limit))
             stage[key] = min(stage[key] + 1, last)
     done.extend((bucket, limits[stage[key]]) for key, bucket in open_indices.items())
     return done

@@ -16,7 +16,8 @@ from . import _torch_private as private
 from .agreement import agree, fix_strides, report_on
 from .buffers import BufferSync, broadcast_from_rank_0, named_buffers
 from .comm import Collectives, destroy_retired
-from .errors import DeclarationError, KnownDDPError, at_rank
+from .errors import DeclarationError, KnownDDPError, ModelError, UsageError
+from .forwards import ForwardRecord
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
 from .outputs import to_device
 from .params import NOTHING, ManagedParams, Unused
@@ -114,8 +115,8 @@ class KnownDDP(nn.Module):
         self.module = module
         self.dim = dim
         self.process_group: dist.ProcessGroup = choose_group(process_group)
-        self.device_ids = [options.device] if options.device is not None else None
-        self.output_device = options.device
+        self.device_ids = [options.device.index] if options.device is not None else None
+        self.output_device = options.device.index if options.device is not None else None
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = False
@@ -124,6 +125,7 @@ class KnownDDP(nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._options = options
+        self._agreed_strides: Sequence[tuple[int, ...]] = ()
         self._attach(init_sync=init_sync)
 
     def _attach(self, *, init_sync: bool) -> None:
@@ -136,11 +138,13 @@ class KnownDDP(nn.Module):
             first = agree(comm, report_on(params, buffers, options.shared(), error), error)
             destroy_retired()
             fix_strides(params, first.strides, comm)
-            params.set_canonical(first.strides)
+            self._agreed_strides = first.strides
             live = [p for p in params.live if p is not None]
             broadcast_from_rank_0(comm, [*live, *buffers.values()])
         elif error is not None:
             raise error
+        if len(self._agreed_strides) == len(params):  # a copy of a wrapper has them too
+            params.set_canonical(self._agreed_strides)
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if name in params.ignored:
                 param._ddp_ignored = True  # type: ignore[attr-defined]  # torch.compile's DDP optimizer reads it
@@ -162,7 +166,6 @@ class KnownDDP(nn.Module):
 
     # -- forward
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
     def forward(self, *args: Any, unused_parameters: Unused | None = None, **kwargs: Any) -> Any:
         """Run the module; gradients of this call are averaged by the backward that follows.
 
@@ -174,39 +177,58 @@ class KnownDDP(nn.Module):
             DeclarationError, UnknownParameterError: ``unused_parameters`` cannot be understood; nothing has run yet.
             UnfinishedBackwardError: the last backward left promised parameters without a gradient on every rank.
         """
-        with torch.autograd.profiler.record_function("knownddp::forward"):
-            declared = self._params.resolve(unused_parameters) | self._declared_around
-            if self._options.device is not None:
-                args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
-            if not torch.is_grad_enabled():
-                return self._run_without_record(args, kwargs)
-            synchronises = self.require_backward_grad_sync
-            if synchronises and private.current_graph_task() == private.NO_GRAPH_TASK:
-                self._reducer.check_finished()
-                if self._buffer_sync is not None and self.module.training:
-                    self._buffer_sync.exchange(apply=True)
-            with self._reducer.recording(declared, synchronises=synchronises) as record:
-                output = self._run(args, kwargs)
-            self._reducer.watch(output, record)
-            return output
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with private.inside_ddp_forward(self):
-            return self.module(*args, **kwargs)
-
-    def _run_without_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Under ``no_grad``: no backward follows, so nothing is recorded and nothing is sent."""
-        self._forwards_without_record += 1
+        record = self._forward_begins(unused_parameters)
+        if self._options.device is not None:
+            args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
         try:
-            return self._run(args, kwargs)
-        finally:
+            with private.inside_ddp_forward(self):
+                output = self.module(*args, **kwargs)
+        except BaseException:
+            self._forward_failed(record)
+            raise
+        self._forward_ends(record, output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_begins(self, unused: Unused | None) -> ForwardRecord | None:
+        """Returns None under ``no_grad``: no backward follows, so nothing is recorded and nothing is sent."""
+        declared = self._resolve(unused) | self._declared_around
+        if not torch.is_grad_enabled():
+            self._forwards_without_record += 1
+            return None
+        synchronises = self.require_backward_grad_sync
+        if synchronises and private.current_graph_task() == private.NO_GRAPH_TASK:
+            self._reducer.check_finished()
+            if self._buffer_sync is not None and self.module.training:
+                self._buffer_sync.exchange(apply=True)
+        return self._reducer.forward_begins(declared, synchronises=synchronises)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_ends(self, record: ForwardRecord | None, output: object) -> None:
+        if record is None:
             self._forwards_without_record -= 1
+        else:
+            self._reducer.forward_ends(record, output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_failed(self, record: ForwardRecord | None) -> None:
+        if record is None:
+            self._forwards_without_record -= 1
+        else:
+            self._reducer.forwards.end(record, failed=True)
+
+    def _resolve(self, unused: Unused | None) -> frozenset[int]:
+        """What ``unused`` names; an error says on which rank."""
+        try:
+            return self._params.resolve(unused)
+        except UsageError as error:
+            raise type(error)(f"{self._reducer.where} {error}") from None
 
     @contextmanager
     def unused(self, parameters: Unused) -> Iterator[None]:
         """Calls inside declare ``parameters`` unused, beside what they declare themselves."""
         before = self._declared_around
-        self._declared_around = before | self._params.resolve(parameters)
+        self._declared_around = before | self._resolve(parameters)
         try:
             yield
         finally:
@@ -218,14 +240,14 @@ class KnownDDP(nn.Module):
         Raises:
             DeclarationError: there is no such call.
         """
-        declared = self._params.resolve(parameters)
+        declared = self._resolve(parameters)
         if (
             not self._reducer.forwards.mark_unused(declared)
             and not self._forwards_without_record
             and torch.is_grad_enabled()
         ):
             raise DeclarationError(
-                f"{at_rank(self._reducer.comm.rank, self._reducer.comm.world_size)} mark_unused found no call to mark: "
+                f"{self._reducer.where} mark_unused found no call to mark: "
                 "none is running, and the last one had its backward or its outputs are gone.\n"
                 "Fix: call it inside forward or between forward and backward; before a call use "
                 "forward(..., unused_parameters=...) or `with model.unused(...):`."
@@ -262,6 +284,11 @@ class KnownDDP(nn.Module):
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not private.default_group():
+            raise ModelError(
+                f"{self._reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group: a copy could not tell which group to use.\nFix: copy or save model.module, or its state_dict()."
+            )
         state = self.__dict__.copy()
         for name in ("process_group", "_reducer", "_params", "_buffer_sync", "_release"):
             state.pop(name, None)

@@ -45,6 +45,10 @@ class HiddenOutputError(UsageError, RuntimeError):
     """A backward began inside a reentrant checkpoint, where its end cannot be seen."""
 
 
+class GradientTakenError(UsageError, RuntimeError):
+    """A hook of the user's took a gradient out of ``.grad`` before it could be averaged."""
+
+
 class BrokenTrustError(UsageError, RuntimeError):
     """Under ``unused_agreement="trust"`` a gradient came that this rank had declared unused, or one came twice."""
 

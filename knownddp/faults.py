@@ -12,7 +12,6 @@ from .errors import (
     KnownDDPError,
     PeerFailedError,
     RanksDifferError,
-    at_rank,
     shorten,
 )
 from .protocol import Fault
@@ -33,16 +32,16 @@ def _ranks(which: Sequence[int]) -> str:
 
 
 def error_for(
-    fault: Fault, told: Sequence[Testimony], rank: int, names: Sequence[str], about: Sequence[int]
+    fault: Fault, where: str, told: Sequence[Testimony], names: Sequence[str], about: Sequence[int]
 ) -> KnownDDPError:
     """The exception for ``fault``.
 
     Args:
-        told: every rank's testimony, by rank.
+        where: this rank, as ``errors.at_rank`` says it.
+        told: every rank's testimony, by rank; none under "trust".
         names: qualified names of all parameters.
         about: the parameters that the fault is about.
     """
-    where = at_rank(rank, len(told))
     listed = shorten([names[i] for i in about])
     if fault is Fault.FAILED:
         failed = [r for r, one in enumerate(told) if one.failed]
@@ -87,10 +86,10 @@ def error_for(
     )
 
 
-def unfinished_message(rank: int, world_size: int, names: Sequence[str], missing: Sequence[int]) -> str:
+def unfinished_message(where: str, rank: int, names: Sequence[str], missing: Sequence[int]) -> str:
     """The text of UnfinishedBackwardError; it keeps the phrases that DistributedDataParallel's users search for."""
     return (
-        f"{at_rank(rank, world_size)} Expected to have finished reduction in the prior iteration before starting a new "
+        f"{where} Expected to have finished reduction in the prior iteration before starting a new "
         f"one: {len(missing)} of {len(names)} parameters were expected to receive a gradient and received none on any "
         f"rank ({shorten([names[i] for i in missing])}). All other gradients of that backward were averaged.\n"
         "Why: a branch skipped these parameters, or an output never reached the loss.\n"
@@ -101,10 +100,10 @@ def unfinished_message(rank: int, world_size: int, names: Sequence[str], missing
     )
 
 
-def dispute_message(rank: int, world_size: int, names: Sequence[str]) -> str:
+def dispute_message(where: str, names: Sequence[str]) -> str:
     """The text of the warning that differing declarations cost bytes."""
     return (
-        f"{at_rank(rank, world_size)} ranks declared different unused parameters; those that any rank uses are reduced "
+        f"{where} ranks declared different unused parameters; those that any rank uses are reduced "
         f"on all ({shorten(names)}). This is right but costs their bytes. To save them draw the same layers on every "
         "rank (knownddp.LayerDropSampler); stats().bytes_disputed counts them."
     )

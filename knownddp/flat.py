@@ -82,16 +82,16 @@ class FlatBucket:
                 one = grad if grad is not None else old
                 assert one is not None
                 present.append(view)
-                sources.append(_dense(one))
+                sources.append(dense(one))
             else:
-                torch.add(_dense(old), _dense(grad), out=view)
+                torch.add(dense(old), dense(grad), out=view)
         if present:
             torch._foreach_copy_(present, sources)
         if divisor != 1:
             self.flat.div_(divisor)
 
 
-def _dense(grad: Tensor) -> Tensor:
+def dense(grad: Tensor) -> Tensor:
     """``grad`` without its graph (``create_graph=True`` leaves one) and in strided layout."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()

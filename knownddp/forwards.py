@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -29,9 +28,9 @@ class ForwardRecord:
         "__weakref__",
         "declared",
         "is_running",
-        "is_spent",
         "sources",
         "synchronises",
+        "took_part",
         "visited",
         "was_closed",
     )
@@ -41,8 +40,8 @@ class ForwardRecord:
         self.synchronises = synchronises
         self.is_running = True
         self.visited = False  # an output's hook fired in the current window
-        self.was_closed = False  # a window in which it may have taken part is over
-        self.is_spent = False  # no backward of it is expected any more (a kept graph may still start one)
+        self.took_part = False  # it was taken to take part in the current window
+        self.was_closed = False  # a window in which it took part is over
         self.sources: list[list[Node]] = []
 
     def watch(self, output: Tensor) -> None:
@@ -63,7 +62,7 @@ class ForwardRecord:
 
 
 class ForwardLog:
-    """All records that are alive."""
+    """The synchronising forwards that have not had their backward yet. Those of dropped outputs just vanish"""
 
     def __init__(self, is_own_leaf: Callable[[Tensor], bool]) -> None:
         self._is_own_leaf = is_own_leaf
@@ -73,21 +72,22 @@ class ForwardLog:
         self._last: weakref.ref[ForwardRecord] | None = None
         self._leaf_hooks: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
 
-    @contextmanager
-    def recording(self, declared: Iterable[int], *, synchronises: bool) -> Iterator[ForwardRecord]:
-        """Record a forward that runs inside; one that raises leaves no trace."""
+    def begin(self, declared: Iterable[int], *, synchronises: bool) -> ForwardRecord:
+        """A forward with gradients on begins; ``end`` must follow, whether it raises or not."""
         record = ForwardRecord(declared, synchronises=synchronises)
-        self._alive.add(record)
+        if synchronises:
+            self._alive.add(record)
         self._running.append(record)
-        try:
-            yield record
-        except BaseException:
-            record.is_spent = True
-            raise
-        finally:
-            record.is_running = False
-            self._running.remove(record)
-        self._last = weakref.ref(record)
+        return record
+
+    def end(self, record: ForwardRecord, *, failed: bool) -> None:
+        """The forward is over; one that raised leaves no trace."""
+        record.is_running = False
+        self._running.remove(record)
+        if failed:
+            self._alive.discard(record)
+        else:
+            self._last = weakref.ref(record)
 
     def mark_unused(self, declared: Iterable[int]) -> bool:
         """Add to the declaration of the running forward, else of the last one if no backward of it has begun.
@@ -95,7 +95,7 @@ class ForwardLog:
         Returns whether there was such a forward.
         """
         record = self._running[-1] if self._running else self._last() if self._last is not None else None
-        if record is None or (not record.is_running and (record.is_spent or record.visited)):
+        if record is None or (not record.is_running and (record.was_closed or record.visited)):
             return False
         record.declared = record.declared.union(declared)
         return True
@@ -133,32 +133,44 @@ class ForwardLog:
             self._kept.append(record)
 
     def is_expecting(self) -> bool:
-        """Whether some synchronising forward has not had its backward yet, one that is running included."""
-        return any(r.synchronises and (r.is_running or not r.is_spent) for r in self._alive)
+        """Whether some synchronising forward is open, one that is running included."""
+        return len(self._alive) > 0
 
     def participants(self, begun_by: ForwardRecord | None) -> list[ForwardRecord]:
         """The forwards whose graph the running backward goes through.
 
         Those out of sight count while they are open. If none can be told, all that are open.
         """
-        candidates = [r for r in self._alive if r.synchronises]
-        found = [r for r in candidates if r is begun_by or r.takes_part() or (r in self._kept and not r.is_spent)]
-        return found or [r for r in candidates if r.is_running or not r.is_spent]
+        found = [r for r in self._alive if r is begun_by or r.takes_part() or r in self._kept] or list(self._alive)
+        for record in found:
+            record.took_part = True
+        return found
 
-    def window_closed(self, participants: Sequence[ForwardRecord]) -> None:
-        """The backward of ``participants``, and of all whose hooks fired in it, is over."""
-        for record in [*participants, *(r for r in self._alive if r.visited)]:
-            record.visited = False
-            record.was_closed = True
-            record.is_spent = record not in self._kept
+    def visit(self, record: ForwardRecord) -> None:
+        """A hook of one of its outputs fired in a backward; a kept graph may bring back one that was spent."""
+        record.visited = True
+        self._alive.add(record)
+
+    def window_closed(self) -> None:
+        """The backward is over for all whose hooks fired in it or that were taken to take part."""
+        for record in list(self._alive):
+            if record.visited or record.took_part:
+                record.visited = record.took_part = False
+                record.was_closed = True
+                if record not in self._kept and not record.is_running:
+                    self._alive.discard(record)
         for _, handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
 
     def forward_begins(self) -> None:
         """A synchronising forward outside of a backward begins: what was kept and closed is over."""
-        for record in self._kept:
-            record.is_spent = record.is_spent or record.was_closed
-        open_still = [r for r in self._kept if not r.is_spent or r.is_running]
-        self._kept.clear()
-        self._kept.extend(open_still)
+        for record in list(self._kept):
+            if record.was_closed and not record.is_running:
+                self._kept.remove(record)
+                self._alive.discard(record)
+
+
+def declared_by_all(records: Sequence[ForwardRecord]) -> frozenset[int]:
+    """A parameter counts as unused when every forward that takes part declared it."""
+    return frozenset.intersection(*(r.declared for r in records)) if records else frozenset()

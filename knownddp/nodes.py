@@ -28,15 +28,21 @@ class GradientNodes:
         self._on_ready = weakref.WeakMethod(on_ready)
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
+        self._is_current = [False] * num_params
         # Parameters on several devices get their gradients from several engine threads.
         self._lock = threading.RLock()
 
-    def refresh(self, live: Sequence[nn.Parameter | None], trainable: Sequence[bool]) -> None:
-        """Hook the current node of each trainable parameter. A cast or a move gives a parameter a new one."""
+    def forget(self) -> None:
+        """Look every node up again: a cast or a move gives a parameter a new one."""
+        self._is_current = [False] * len(self._nodes)
+
+    def hook(self, live: Sequence[nn.Parameter | None], trainable: Sequence[bool]) -> None:
+        """Hook the nodes of trainable parameters that are not hooked yet."""
         several_devices = len({p.device for p in live if p is not None}) > 1
         for i, param in enumerate(live):
-            if param is None or not trainable[i]:
+            if param is None or not trainable[i] or self._is_current[i]:
                 continue
+            self._is_current[i] = True
             with torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(param).node
             if node is not self._nodes[i]:

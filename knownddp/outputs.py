@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-# Deeper structures exist, but then something in them is a graph of objects rather than an output.
+# Larger structures exist, but then something in them is a graph of objects rather than an output.
 MAX_DEPTH = 12
+MAX_OBJECTS = 10_000
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -33,7 +34,7 @@ def find_tensors(output: object) -> tuple[list[Tensor], bool]:
             tensors.append(value)
         elif not isinstance(value, _PLAIN) and id(value) not in seen:
             seen.add(id(value))
-            inside = _contents(value) if depth < MAX_DEPTH else None
+            inside = _contents(value) if depth < MAX_DEPTH and len(seen) <= MAX_OBJECTS else None
             hidden |= inside is None
             queue.extend((one, depth + 1) for one in inside or ())
     return tensors, hidden

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from .errors import DeclarationError, DeviceError, ModelError, UnknownParameterError, shorten
-from .flat import canonical_strides, is_dense
+from .flat import canonical_strides, is_dense, row_major
 from .specs import BucketKey, ParamSpec
 
 Unused = Iterable[Tensor | nn.Module | str]
@@ -144,19 +144,18 @@ class ManagedParams:
         return True
 
     def set_canonical(self, strides: Sequence[tuple[int, ...]]) -> None:
-        """Take over the layout that the ranks agreed on; call before the first ``refresh``."""
+        """Take over the layout that the ranks agreed on; call before the first ``refresh``. Without: row-major."""
         self._canonical = list(strides)
 
     def _spec(self, i: int, param: nn.Parameter | None) -> ParamSpec:
         if param is None:  # removed from its module: described as it was
             return self.specs[i]
         shape, own = tuple(param.shape), tuple(param.stride())
-        dense = canonical_strides(shape, own)
-        agreed = self._canonical[i] if self._canonical else dense
+        agreed = self._canonical[i] if self._canonical else row_major(shape)
         if len(agreed) != len(shape) or canonical_strides(shape, agreed) != agreed:
-            agreed = dense  # the shape changed after construction
+            agreed = row_major(shape)  # the shape changed after construction
         # Equal up to dimensions of size 1: keep the parameter's own, so that its gradient has its very strides.
-        strides = own if dense == agreed and is_dense(shape, own) else agreed
+        strides = own if canonical_strides(shape, own) == agreed and is_dense(shape, own) else agreed
         key = BucketKey(param.dtype, param.device)
         nbytes = param.numel() * param.element_size()
         return ParamSpec(self.names[i], shape, strides, param.numel(), nbytes, key, self.sparse[i])

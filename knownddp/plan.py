@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .buckets import Item, assign
 from .errors import InternalError
@@ -20,8 +21,7 @@ MAX_CACHED_PLANS = 64
 NOT_PLACED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSpec:
+class BucketSpec(NamedTuple):
     """One planned bucket.
 
     ``is_held`` buckets are launched only when the backward is over: their gradients may change until then.
@@ -105,11 +105,9 @@ class Planner:
                 (late if item[0] in held else early).append(item)
         else:
             early = present
-        buckets = [
-            BucketSpec(tuple(indices), items[indices[0]][3], is_held)
-            for group, is_held in ((early, False), (late, True))
-            for indices, _ in assign(group, self._limits)
-        ]
+        buckets = [BucketSpec(tuple(one), items[one[0]][3], False) for one, _ in assign(early, self._limits)]
+        if late:
+            buckets += [BucketSpec(tuple(one), items[one[0]][3], True) for one, _ in assign(late, self._limits)]
         return BucketPlan(self._num_params, tuple(buckets))
 
     def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:

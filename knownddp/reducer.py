@@ -12,8 +12,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +20,11 @@ from torch import Tensor
 from . import _torch_private as private
 from .buffers import BufferSync
 from .comm import Collectives, Work, run
-from .errors import PeerError, UnfinishedBackwardError, at_rank
+from .errors import GradientTakenError, PeerError, UnfinishedBackwardError, at_rank
 from .exchange import GradientExchange
 from .faults import Testimony, dispute_message, error_for, unfinished_message
-from .forwards import ForwardLog, ForwardRecord
+from .flat import dense
+from .forwards import ForwardLog, ForwardRecord, declared_by_all
 from .nodes import GradientNodes, inside_nested_task
 from .params import ManagedParams
 from .plan import Planner
@@ -74,9 +74,18 @@ class Reducer:
 
     def _take_over_params(self) -> None:
         self._planner.set_specs(self.params.specs)
-        self._nodes.refresh(self.params.live, self.params.trainable)
-        self._hooked = list(self.params.trainable)
         self._signature = self.params.signature()
+        self._nodes.forget()
+        self._hook_trainable()
+
+    def _hook_trainable(self) -> None:
+        self._nodes.hook(self.params.live, self.params.trainable)
+        self._hooked = list(self.params.trainable)
+
+    @property
+    def where(self) -> str:
+        """This rank, for messages."""
+        return at_rank(self.comm.rank, self.comm.world_size)
 
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
@@ -93,7 +102,7 @@ class Reducer:
         """
         if self.protocol.phase is Phase.BROKEN:
             raise PeerError(
-                f"{at_rank(self.comm.rank, self.comm.world_size)} a collective of this wrapper failed or timed out, so "
+                f"{self.where} a collective of this wrapper failed or timed out, so "
                 "ranks may be out of step.\nFix: restart, or make a new process group and wrap the module again."
             )
         if self.window is not None:  # the destructor of EndOfBackward missed it
@@ -102,20 +111,19 @@ class Reducer:
         self.protocol.forward_begins()
         self.forwards.forward_begins()
         if missing:
-            raise UnfinishedBackwardError(
-                unfinished_message(self.comm.rank, self.comm.world_size, self.params.names, missing)
-            )
+            raise UnfinishedBackwardError(unfinished_message(self.where, self.comm.rank, self.params.names, missing))
 
-    @contextmanager
-    def recording(self, declared: frozenset[int], *, synchronises: bool) -> Iterator[ForwardRecord]:
+    def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward with gradients on, reading the parameters as they are now."""
-        if self.params.refresh() or self.params.trainable != self._hooked:
+        if self.params.refresh():
             self._take_over_params()
-        with self.forwards.recording(declared, synchronises=synchronises) as record:
-            yield record
+        elif self.params.trainable != self._hooked:
+            self._hook_trainable()
+        return self.forwards.begin(declared, synchronises=synchronises)
 
-    def watch(self, output: object, record: ForwardRecord) -> None:
+    def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
+        self.forwards.end(record, failed=False)
         self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
 
     def statistics(self) -> ReducerStatistics:
@@ -132,12 +140,13 @@ class Reducer:
     def on_output_grad(self, record: ForwardRecord) -> None:
         """An output's gradient is known: a backward has begun, or ``torch.autograd.grad`` runs."""
         if self.window is not None:
-            record.visited = record.synchronises
+            if record.synchronises:
+                self.forwards.visit(record)
         elif not self._nodes.begins_backward():
-            if torch.is_grad_enabled() and record.synchronises and not record.is_spent:
+            if torch.is_grad_enabled() and record.synchronises and not record.was_closed:
                 self.forwards.keep(record)  # create_graph: what is derived outlives the output (a gradient penalty)
         elif record.synchronises:
-            record.visited = True
+            self.forwards.visit(record)
             self._begin(record)
         else:
             self._mark_local()
@@ -164,7 +173,7 @@ class Reducer:
         self.window = Window(private.current_graph_task(), participants, gradients, end.mark)
         end.queue()
         del end  # the engine holds the only reference
-        declared = _declared_by_all(participants)
+        declared = declared_by_all(participants)
         expected = self._nodes.foreseen() if self.find_unused else self._promised(declared)
         if self.protocol.unforeseen:
             expected = bytes(
@@ -180,7 +189,8 @@ class Reducer:
         self.window.opening = (self.comm.combine_or(combined), combined)
         if nested or self.protocol.agreement is Agreement.SAME:
             self._open_now()
-            self._raise_fault_of_opening()
+            if self.window.fault is not None:  # raised now, while nothing was sent
+                run(self.closing_steps())
 
     def _promised(self, declared: frozenset[int]) -> bytes:
         promised = bytearray(self.params.trainable)
@@ -210,13 +220,6 @@ class Reducer:
             size for size, used, wanted in zip(sizes, agreed, trainable, strict=True) if wanted and not used
         )
 
-    def _raise_fault_of_opening(self) -> None:
-        """For the faults that are raised as the backward begins, while nothing was sent."""
-        window = self.window
-        assert window is not None
-        if window.fault is not None:
-            run(self.closing_steps())
-
     # -- reduce
 
     def _on_grad_ready(self, param_index: int, grad: Tensor) -> None:
@@ -227,6 +230,11 @@ class Reducer:
                 return
             window = self.window
             assert window is not None
+        elif self.params.live[param_index].grad is None:  # type: ignore[union-attr]
+            raise GradientTakenError(
+                f"{self.where} a hook took the gradient of {self.params.names[param_index]} out of .grad before it could "
+                "be averaged over ranks.\nFix: step optimizers and clear gradients after backward()."
+            )
         if window.fault is not None:
             return
         full = self.protocol.ready(param_index)
@@ -259,7 +267,7 @@ class Reducer:
         param = self.params.live[param_index]
         assert param is not None and param.grad is not None
         with torch.no_grad():
-            before = None if torch.equal(_dense(param.grad), _dense(grad)) else param.grad - grad
+            before = None if torch.equal(dense(param.grad), dense(grad)) else param.grad - grad
         self._begin(None, nested=inside_nested_task(), stood_before={param_index: before})
         return True
 
@@ -307,7 +315,10 @@ class Reducer:
         closing = protocol.closed(combined.numpy().tobytes() if combined is not None else None)
         if closing.fault is not None and closing.fault is not Fault.TRUST:
             yield from self._end_in_error(closing.fault, (), failed)
-        window.gradients.hand_back(closing.touched, closing.late)
+        if failed:  # under "trust" nobody hears of it
+            window.gradients.restore()
+        else:
+            window.gradients.hand_back(closing.touched, closing.late)
         if closing.late_plan is not None:
             yield from window.gradients.late_round(closing.late_plan)
         elif closing.fault is Fault.TRUST:
@@ -322,13 +333,7 @@ class Reducer:
         self._window_over()
         self._tell_of_dispute(window)
         if closing.fault is Fault.TRUST:
-            raise error_for(
-                Fault.TRUST,
-                [self._testimony(failed)] * self.comm.world_size,
-                self.comm.rank,
-                self.params.names,
-                closing.late,
-            )
+            raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
     def _hoped(self) -> bytes:
         """What the forwards whose outputs took part promised."""
@@ -337,13 +342,13 @@ class Reducer:
         if self.find_unused:
             return bytes(len(self.params))
         visited = [r for r in window.participants if r.visited] or window.participants
-        return self._promised(_declared_by_all(visited)) if visited else bytes(len(self.params))
+        return self._promised(declared_by_all(visited)) if visited else bytes(len(self.params))
 
     # -- errors
 
     def _testimony(self, failed: bool) -> Testimony:
         window = self.window
-        declared = _declared_by_all(window.participants) if window is not None else frozenset()
+        declared = declared_by_all(window.participants) if window is not None else frozenset()
         layout = tuple(f"{str(s.key.dtype).removeprefix('torch.')}{list(s.shape)}" for s in self.params.specs)
         return Testimony(failed, inside_nested_task(), tuple(self.params.names_of(sorted(declared))), layout)
 
@@ -357,7 +362,7 @@ class Reducer:
         window.gradients.restore()
         self._window_over()
         told = yield from self.comm.gather_steps(mine)
-        raise error_for(fault, told, self.comm.rank, self.params.names, about)
+        raise error_for(fault, self.where, told, self.params.names, about)
 
     def abandon(self) -> None:
         """This rank's backward raised: finish the window with the others, so that the next one finds all in step."""
@@ -375,7 +380,7 @@ class Reducer:
         assert window is not None
         forget(self, window.graph_task)
         self.window = None
-        self.forwards.window_closed(window.participants)
+        self.forwards.window_closed()
         if self.buffers is not None:
             self.buffers.window_over()
 
@@ -385,24 +390,12 @@ class Reducer:
         self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
         if costly and not self._warned_of_dispute:
             self._warned_of_dispute = True
-            warnings.warn(
-                dispute_message(self.comm.rank, self.comm.world_size, self.params.names_of(costly)),
-                stacklevel=2,
-            )
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+            warnings.warn(dispute_message(self.where, self.params.names_of(costly)), stacklevel=2)
 
 
 def _nobody() -> None:
     """A dead reference."""
     return None
-
-
-def _declared_by_all(records: Sequence[ForwardRecord]) -> frozenset[int]:
-    """A parameter counts as unused when every forward that takes part declared it."""
-    return frozenset.intersection(*(r.declared for r in records)) if records else frozenset()
 
 
 def _on_output_grad(reducer: weakref.ref[Reducer], record: ForwardRecord, _: Tensor) -> None:

@@ -113,7 +113,7 @@ def test_trust_sends_no_messages(fake):
 
 
 def test_buckets_are_launched_before_the_backward_ends_and_in_plan_order(fake):
-    """One parameter a bucket: when the first layer's gradient arrives, those of the layers behind it are on their way."""
+    """One parameter a bucket: when the first layer's gradient arrives, those of the layers behind it have been sent."""
     _, model = make(lambda: Skippable(DEPTH, WIDTH), bucket_cap_mb=1e-5)
     _step(model, ())
     fake.log.clear()

@@ -12,7 +12,7 @@ USED_BYTES = STEPS * 4 * (512 * 512 + 512) * 4
 
 @pytest.mark.parametrize("mode", ["declared", "detected"])
 def test_half_the_layers_dropped_sends_at_most_1_percent_more_than_the_used_ones(mode):
-    """In a ring of two each rank sends 2 (N - 1) / N = 1 x the bytes; the rest is headers, agreement, acknowledgements."""
+    """In a ring of two each rank sends 2 (N - 1) / N = 1 x the bytes; the rest is headers, agreement, acknowledging."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

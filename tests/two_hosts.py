@@ -51,22 +51,8 @@ def two_hosts(rate: str) -> Iterator[tuple[str, str]]:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             # Large frames: what is counted is then payload, however the kernel cuts it up, and hardly any headers.
             _run("ip", "-n", name, "link", "set", DEVICE, "mtu", "65000", "up")
-            shape = (
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                DEVICE,
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "512k",
-                "latency",
-                "100ms",
-            )
-            _run("ip", "netns", "exec", name, *shape)
+            shape = f"tc qdisc add dev {DEVICE} root tbf rate {rate} burst 512k latency 100ms"
+            _run("ip", "netns", "exec", name, *shape.split())
         yield names
     finally:
         for name in names:
