@@ -68,6 +68,11 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def backends(group: dist.ProcessGroup) -> list[str]:
+    """The backend of each device type that ``group`` serves."""
+    return [part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")]
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long collectives on ``group`` wait before they raise."""
     for device in ("cpu", "cuda"):

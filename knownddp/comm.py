@@ -190,6 +190,6 @@ def destroy_retired() -> None:
     while _retired:
         group = _retired.pop()
         # Only gloo groups: destroying an NCCL communicator may itself wait for peers.
-        if private.is_registered(group) and dist.get_backend(group) == "gloo":
+        if private.is_registered(group) and set(private.backends(group)) == {"gloo"}:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)

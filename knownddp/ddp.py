@@ -287,7 +287,8 @@ class KnownDDP(nn.Module):
         if self.process_group is not private.default_group():
             raise ModelError(
                 f"{self._reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
-                "process group: a copy could not tell which group to use.\nFix: copy or save model.module, or its state_dict()."
+                "process group: a copy could not tell which group to use.\n"
+                "Fix: copy or save model.module, or its state_dict()."
             )
         state = self.__dict__.copy()
         for name in ("process_group", "_reducer", "_params", "_buffer_sync", "_release"):

@@ -62,7 +62,7 @@ class ForwardRecord:
 
 
 class ForwardLog:
-    """The synchronising forwards that have not had their backward yet. Those of dropped outputs just vanish"""
+    """The synchronising forwards that have not had their backward yet. Those of dropped outputs just vanish."""
 
     def __init__(self, is_own_leaf: Callable[[Tensor], bool]) -> None:
         self._is_own_leaf = is_own_leaf

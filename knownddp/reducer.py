@@ -232,8 +232,8 @@ class Reducer:
             assert window is not None
         elif self.params.live[param_index].grad is None:  # type: ignore[union-attr]
             raise GradientTakenError(
-                f"{self.where} a hook took the gradient of {self.params.names[param_index]} out of .grad before it could "
-                "be averaged over ranks.\nFix: step optimizers and clear gradients after backward()."
+                f"{self.where} a hook took the gradient of {self.params.names[param_index]} out of .grad before it "
+                "could be averaged over ranks.\nFix: step optimizers and clear gradients after backward()."
             )
         if window.fault is not None:
             return
