@@ -9,6 +9,8 @@ every rank; the model does not run them, and the wrapper is told so:
 
 ``--wrapper`` runs the same training under other wrappers. On CPU and at most two ranks those that
 drop layers end with equal parameters, bit for bit, and so does a run resumed from ``--checkpoint``.
+For elastic restarts (``torchrun --max-restarts 3``) set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: torch
+2.13 otherwise keeps the store of the attempt before, whose addresses nobody answers any more.
 """
 
 import argparse
@@ -293,7 +295,8 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any] |
 
 def report(summary: dict[str, Any]) -> None:
     reduced, skipped = summary["bytes_reduced"], summary["bytes_skipped"]
-    print(f"train loss       {summary['train_loss_first']:.3f} at first, {summary['train_loss_last']:.3f} at last")
+    first, last = summary["train_loss_first"], summary["train_loss_last"]
+    print(f"train loss       {first:.3f} in the first step, {last:.3f} over the last 10")
     print(f"validation loss  {summary['validation_loss']:.3f} nats a byte")
     print(f"gradients        {reduced / 1e6:.1f} MB reduced, {skipped / 1e6:.1f} MB skipped a rank")
     print(f"saved            {skipped / (reduced + skipped):.1%} of the bytes")
@@ -332,7 +335,7 @@ def parse_options() -> argparse.Namespace:
         "with find_unused_parameters; ddp: torch's DDP as it is: it cannot skip, so nothing is dropped",
     )
     add("--drop", type=float, default=0.2, help="probability that a layer is dropped in a step")
-    add("--steps", type=int, default=800, help="optimizer steps")
+    add("--steps", type=int, default=600, help="optimizer steps")
     add("--layers", type=int, default=6, help="transformer blocks")
     add("--width", type=int, default=128, help=f"model width, a multiple of {HEAD_WIDTH}")
     add("--batch", type=int, default=8, help="sequences a rank in a step")

@@ -135,7 +135,11 @@ class KnownDDP(nn.Module):
         params, error = _find_params(self.module)
         if init_sync:
             buffers = named_buffers(self.module, params.ignored) if options.init_sync_buffers else {}
-            first = agree(comm, report_on(params, buffers, options.shared(), error), error)
+            try:
+                first = agree(comm, report_on(params, buffers, options.shared(), error), error)
+            except KnownDDPError:  # on every rank
+                comm.retire()
+                raise
             destroy_retired()
             fix_strides(params, first.strides, comm)
             self._agreed_strides = first.strides
