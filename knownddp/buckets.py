@@ -89,7 +89,7 @@ def compute_bucket_assignment_by_size(
     if sparse and indices and not 0 <= min(indices) <= max(indices) < len(sparse):
         raise ArgumentError(f"expect_sparse_gradient is looked up by tensor index; {indices} do not all lie in it")
     for position, tensor in enumerate(tensors):
-        if tensor.is_sparse or tensor.is_sparse_csr:
+        if str(tensor.layout) != "torch.strided":
             raise ArgumentError(f"No support for sparse tensors. Tensor {position} has layout {tensor.layout}.")
 
     reported = indices or range(len(tensors))

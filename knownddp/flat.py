@@ -46,7 +46,7 @@ def canonical_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether each element has a place of its own, without gaps (dimensions of size 1 do not matter)."""
     canonical = canonical_strides(shape, strides)
-    return all(n == 1 or s == c for n, s, c in zip(shape, strides, canonical, strict=True))
+    return 0 in shape or all(n == 1 or s == c for n, s, c in zip(shape, strides, canonical, strict=True))
 
 
 class FlatBucket:

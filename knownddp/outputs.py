@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,8 @@ def find_tensors(output: object) -> tuple[list[Tensor], bool]:
     or classes.
     """
     tensors: list[Tensor] = []
-    hidden = False
-    seen: set[int] = set()
+    is_hidden = False
+    seen: dict[int, object] = {}  # by id; held, so that no id is taken over by another object meanwhile
     # Not a recursive closure: that would be a reference cycle, and keep outputs alive until the garbage collector runs.
     queue: deque[tuple[Any, int]] = deque([(output, 0)])
     while queue:
@@ -33,24 +33,26 @@ def find_tensors(output: object) -> tuple[list[Tensor], bool]:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif not isinstance(value, _PLAIN) and id(value) not in seen:
-            seen.add(id(value))
+            seen[id(value)] = value
             inside = _contents(value) if depth < MAX_DEPTH and len(seen) <= MAX_OBJECTS else None
-            hidden |= inside is None
+            is_hidden |= inside is None
             queue.extend((one, depth + 1) for one in inside or ())
-    return tensors, hidden
+    return tensors, is_hidden
 
 
-def _contents(value: Any) -> Iterable[Any] | None:
-    """What ``value`` holds, or None if that cannot be told."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
+def _contents(value: Any) -> list[Any] | None:
+    """What ``value`` holds, as a container and in its attributes, or None if that cannot be told."""
     if isinstance(value, (nn.Module, type)) or callable(value):
         return None
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    return vars(value).values() if hasattr(value, "__dict__") else None
+    inside: list[Any] = list(getattr(value, "__dict__", {}).values())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        inside += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
+    if isinstance(value, Mapping):
+        return [*inside, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [*inside, *value]
+    return inside if inside or hasattr(value, "__dict__") else None
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -63,5 +65,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return type(value)(to_device(one, device) for one in value)
     if isinstance(value, dict):
-        return type(value)((key, to_device(one, device)) for key, one in value.items())
+        moved_dict = copy.copy(value)  # keeps what a subclass has beside its items
+        moved_dict.update((key, to_device(one, device)) for key, one in value.items())
+        return moved_dict
     return value

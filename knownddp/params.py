@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import operator
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -54,9 +55,10 @@ class ManagedParams:
         self.names: list[str] = []
         self.live: list[nn.Parameter | None] = []
         sparse_ids: set[int] = set()
-        self._modules: dict[int, tuple[str, nn.Module]] = {}  # by id; the module is held so that its id stays its own
+        # By id; the module is held so that its id stays its own. A module may be registered at several places.
+        self._modules: dict[int, tuple[nn.Module, list[str]]] = {}
         for prefix, child in _modules(module):
-            self._modules.setdefault(id(child), (prefix, child))
+            self._modules.setdefault(id(child), (child, []))[1].append(prefix)
             if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
                 sparse_ids.add(id(child.weight))
             for name, param in child._parameters.items():
@@ -72,7 +74,9 @@ class ManagedParams:
         self.sparse = [id(param) in sparse_ids for param in self.live]
         self._places = [places[id(param)] for param in self.live]
         self._index_of_place = {place: i for i, all_of in enumerate(self._places) for place in all_of}
-        self._known_names = {*self._index_of_place, *(prefix for prefix, _ in self._modules.values()), *self.ignored}
+        self._known_names = {*self._index_of_place, *self.ignored}
+        for _, prefixes in self._modules.values():
+            self._known_names.update(prefixes)
         self._ignored_ids = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n in self.ignored}
         self._covered: dict[int | str, frozenset[int]] = {}
         self._index_of_id = {id(param): i for i, param in enumerate(self.live)}
@@ -121,25 +125,25 @@ class ManagedParams:
     def refresh(self) -> bool:
         """Read the parameters afresh. Returns whether any became another object, dtype, device or shape.
 
-        A tensor that stands in for a parameter during one call (``torch.func.functional_call``) is not adopted; the
-        parameter counts as frozen for that call.
+        A plain tensor that stands in for a parameter during one call (``torch.func.functional_call``) is not adopted;
+        the parameter counts as frozen for that call. One that was removed (None) counts as frozen too.
         """
         live = [home.get(name) for home, name in self._homes]
+        self.trainable = [param is not None and param.requires_grad for param in live]
+        is_same = all(map(operator.is_, live, self.live))
+        if not is_same:
+            for i, (param, before) in enumerate(zip(live, self.live, strict=True)):
+                if param is not None and param is not before and not isinstance(param, nn.Parameter):
+                    self.trainable[i] = False
+                    live[i] = before
+            is_same = all(map(operator.is_, live, self.live))
         state: list[object] = []
         for param in live:
             state += (param.dtype, param.device, param.shape) if param is not None else (None, None, None)
-        self.trainable = [param is not None and param.requires_grad for param in live]
-        same = all(map(_is, live, self.live))
-        if not same:
-            for i, param in enumerate(live):
-                if param is not self.live[i] and not isinstance(param, nn.Parameter):
-                    self.trainable[i] = False
-                    live[i] = self.live[i]
-            if not all(map(_is, live, self.live)):
-                self._index_of_id = {id(param): i for i, param in enumerate(live)}
-        if same and state == self._state:
+        if is_same and state == self._state:
             return False
         self.live, self._state = live, state
+        self._index_of_id = {id(param): i for i, param in enumerate(live) if param is not None}
         self.specs = [self._spec(i, param) for i, param in enumerate(live)]
         return True
 
@@ -189,7 +193,8 @@ class ManagedParams:
                 f"{type(unused).__name__}.\nFix: unused_parameters=[...] with this one inside."
             )
         try:
-            entries = list(unused)
+            # A module container of named parts iterates over their keys, which are names of something else.
+            entries = list(unused.values() if isinstance(unused, (nn.ModuleDict, nn.ParameterDict)) else unused)
         except TypeError:
             raise DeclarationError(
                 f"unused_parameters takes an iterable of parameters, modules or names, got {type(unused).__name__}."
@@ -239,9 +244,11 @@ class ManagedParams:
     def _places_below(self, entry: nn.Module | str) -> set[str]:
         if isinstance(entry, nn.Module):
             if id(entry) in self._modules:
-                return self._below(self._modules[id(entry)][0])
+                return set().union(*map(self._below, self._modules[id(entry)][1]))
             if isinstance(entry, (nn.ModuleList, nn.Sequential)):  # a slice makes a new container of old modules
-                return set().union(*(self._places_below(child) for child in entry))
+                return set().union(*map(self._places_below, entry))
+            if isinstance(entry, nn.ParameterList):
+                return {place for param in entry for i in self._of_tensor(param) for place in self._places[i]}
             raise UnknownParameterError(
                 f"unused_parameters holds a {type(entry).__name__} that is not part of the wrapped module as it was "
                 "when it was wrapped.\nFix: take it from model.module, or give its name."
@@ -264,10 +271,6 @@ class ManagedParams:
     def names_of(self, indices: Sequence[int]) -> list[str]:
         """Qualified names."""
         return [self.names[i] for i in indices]
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 def restride(param: nn.Parameter, strides: Sequence[int]) -> None:

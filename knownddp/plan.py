@@ -52,7 +52,7 @@ class BucketPlan:
             members += bucket.param_indices
             for param_index in bucket.param_indices:
                 bucket_of[param_index] = position
-        if len(members) != self.num_params - bucket_of.count(NOT_PLACED):
+        if len(members) != self.num_params - bucket_of.count(NOT_PLACED) or min(members, default=0) < 0:
             raise InternalError(f"a plan must place a parameter at most once, got {self.buckets}")
         object.__setattr__(self, "bucket_of", tuple(bucket_of))
         object.__setattr__(self, "members", tuple(members))

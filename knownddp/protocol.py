@@ -20,7 +20,7 @@ from enum import Enum, IntFlag, auto
 from typing import Final
 
 from .errors import InternalError
-from .plan import BucketPlan, Planner
+from .plan import NOT_PLACED, BucketPlan, Planner
 
 
 class Agreement(Enum):
@@ -35,7 +35,7 @@ class Phase(Enum):
     """Where the current window stands on this rank."""
 
     IDLE = auto()  # between windows
-    OPENING = auto()  # OPEN is sent, the agreed set is not known yet
+    OPENING = auto()  # the backward has begun; OPEN is sent, the agreed set is not known yet
     REDUCING = auto()  # buckets are filling and in flight
     CLOSING = auto()  # the backward is over, everything is launched, CLOSE is sent
     SETTLING = auto()  # CLOSE came back: gradients are handed back, the late round and the order round run
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 NEXT: Final = {
-    Phase.IDLE: {Phase.OPENING, Phase.REDUCING},  # straight to REDUCING under "trust"
+    Phase.IDLE: {Phase.OPENING},
     Phase.OPENING: {Phase.REDUCING, Phase.IDLE},  # IDLE: the opening itself was an error, on every rank
     Phase.REDUCING: {Phase.CLOSING},
     Phase.CLOSING: {Phase.SETTLING},
@@ -76,6 +76,8 @@ class Flag(IntFlag):
 EXPECTED, CARRIED, DECLARED, NEEDED = 1, 2, 4, 8
 # ... and in CLOSE.
 HOPED, TOUCHED, LATE = 1, 2, 4
+
+NONE: Final = range(0)  # no bucket may go
 
 HEADER_BYTES = 11  # flags, window, signature, complements of both
 
@@ -114,7 +116,7 @@ class Opening:
     """
 
     fault: Fault | None
-    launch: range = range(0)
+    launch: range = NONE
     disputed: tuple[int, ...] = ()
 
 
@@ -165,10 +167,10 @@ class Protocol:
         self._pending: list[int] = []
         self._next = 0
 
-    def _move(self, phase: Phase) -> None:
-        if phase not in NEXT[self.phase]:
-            raise InternalError(f"a window cannot go from {self.phase.name} to {phase.name}")
-        self.phase = phase
+    def _move(self, source: Phase, target: Phase) -> None:
+        if self.phase is not source or target not in NEXT[source]:
+            raise InternalError(f"a window cannot go from {self.phase.name} to {target.name} here")
+        self.phase = target
 
     # -- messages
 
@@ -205,30 +207,30 @@ class Protocol:
             nested: this backward began where its end cannot be seen; every rank is to raise.
 
         Returns:
-            The OPEN message to combine by bitwise OR, or None under ``TRUST``: the window is then open at once.
+            The OPEN message to combine by bitwise OR, or None under ``TRUST``.
         """
+        self._move(Phase.IDLE, Phase.OPENING)
         self._reset()
         self._expected, self._carried = expected, carried
         if self.agreement is Agreement.TRUST:
-            self._move(Phase.REDUCING)
-            self._start(flags_of([*indices_of(expected), *carried], self._num_params))
             return None
-        self._move(Phase.OPENING)
         said = int.from_bytes(flags_of(declared, self._num_params), "little")
         lane = int.from_bytes(expected, "little") * EXPECTED | said * DECLARED | (self._ones ^ said) * NEEDED
         lane |= int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
         return self._message(Flag.OPEN | (Flag.NESTED if nested else Flag(0)), signature, lane)
 
-    def opened(self, message: bytes) -> Opening:
-        """The OPEN of all ranks is known. A fault ends the window here, on every rank."""
+    def opened(self, message: bytes | None) -> Opening:
+        """The OPEN of all ranks is known (None under ``TRUST``). A fault ends the window here, on every rank."""
+        if message is None:
+            self._move(Phase.OPENING, Phase.REDUCING)
+            return Opening(None, self._start(flags_of([*indices_of(self._expected), *self._carried], self._num_params)))
         fault, disputed = self._fault_of_open(message)
         if fault is not None:
-            self._move(Phase.IDLE)
+            self._move(Phase.OPENING, Phase.IDLE)
             self.window += 1
             return Opening(fault, disputed=disputed)
-        self._move(Phase.REDUCING)
-        launch = self._start(message[HEADER_BYTES:].translate(_AGREED))
-        return Opening(None, launch, disputed)
+        self._move(Phase.OPENING, Phase.REDUCING)
+        return Opening(None, self._start(message[HEADER_BYTES:].translate(_AGREED)), disputed)
 
     def _fault_of_open(self, message: bytes) -> tuple[Fault | None, tuple[int, ...]]:
         disputed = indices_of(message[HEADER_BYTES:].translate(_DISPUTED))
@@ -243,7 +245,7 @@ class Protocol:
         return None, disputed
 
     def _start(self, agreed: bytes) -> range:
-        """Plan the agreed set, count what this rank will not contribute to, and replay what came early."""
+        """Plan the agreed set, and count what this rank will not contribute to and what came early."""
         self.agreed = agreed
         plan = self.plan = self.planner.plan(agreed)
         self._pending = [len(bucket.param_indices) for bucket in plan.buckets]
@@ -251,34 +253,33 @@ class Protocol:
             for i in plan.members:
                 if not self._expected[i]:
                     self._pending[plan.bucket_of[i]] -= 1
-        first = self._next
-        self._advance()
-        early, self._early = self._early, []
-        for i in early:
-            self.ready(i)
-        return range(first, self._next)
+        for i in self._early:
+            self._count(i)
+        return self._advance()
 
     def ready(self, param_index: int) -> range:
         """A defined gradient was accumulated. Returns the buckets that may go now, in plan order."""
         if self.phase is Phase.OPENING:
             self._early.append(param_index)
-            return range(0)
+            return NONE
+        if self.phase is not Phase.REDUCING:
+            raise InternalError(f"a gradient came in phase {self.phase.name}")
+        return self._advance() if self._count(param_index) == self._next else NONE
+
+    def _count(self, param_index: int) -> int:
+        """Note one gradient. Returns the position of the bucket that it filled, or ``NOT_PLACED``."""
         bucket = self.plan.bucket_of[param_index]
         if not self.planner.has_learnt:
             self._arrivals.append(param_index)
-        if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position
-            self._fired[param_index] = 1
-            self._late.add(param_index)
-            return range(0)
-        if self._fired[param_index]:
-            return range(0)
+        is_first = not self._fired[param_index]
         self._fired[param_index] = 1
-        if not self._expected[param_index]:
-            return range(0)  # counted as ready from the start
-        self._pending[bucket] -= 1
-        if self._pending[bucket] or bucket != self._next:
-            return range(0)
-        return self._advance()
+        if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position
+            self._late.add(param_index)
+        elif is_first and self._expected[param_index]:  # else it counted as ready from the start
+            self._pending[bucket] -= 1
+            if not self._pending[bucket]:
+                return bucket
+        return NOT_PLACED
 
     def _advance(self) -> range:
         """[Note: launch order]"""
@@ -288,10 +289,6 @@ class Protocol:
             position += 1
         self._next = position
         return range(first, position)
-
-    def contributes(self, param_index: int) -> bool:
-        """Whether this rank has a gradient of its own to average, from this backward or carried into it."""
-        return bool(self._fired[param_index]) or param_index in self._carried
 
     def end(self, hoped: bytes, *, failed: bool = False) -> tuple[range, bytes | None]:
         """The backward is over.
@@ -304,7 +301,7 @@ class Protocol:
             The buckets still to launch, in plan order, whether full or not, so that no rank waits for ever; and the
             CLOSE message, or None under ``TRUST``.
         """
-        self._move(Phase.CLOSING)
+        self._move(Phase.REDUCING, Phase.CLOSING)
         rest = range(self._next, len(self.plan.buckets))
         self._next = len(self.plan.buckets)
         lane = int.from_bytes(hoped, "little") * HOPED
@@ -318,7 +315,7 @@ class Protocol:
 
     def closed(self, message: bytes | None) -> Closing:
         """The CLOSE of all ranks is known (None under ``TRUST``, where each rank goes by what it saw itself)."""
-        self._move(Phase.SETTLING)
+        self._move(Phase.CLOSING, Phase.SETTLING)
         order_due = not self.planner.has_learnt
         if message is None:
             fault = Fault.TRUST if self._late else None
@@ -342,7 +339,7 @@ class Protocol:
 
     def settled(self) -> None:
         """Gradients are handed back; the window is over."""
-        self._move(Phase.IDLE)
+        self._move(Phase.SETTLING, Phase.IDLE)
         self.window += 1
 
     def break_off(self) -> None:

@@ -183,7 +183,7 @@ class Reducer:
         carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
         message = self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested)
         if message is None:
-            self._count_agreed()
+            self._opened(None)
             return
         combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         self.window.opening = (self.comm.combine_or(combined), combined)
@@ -205,7 +205,12 @@ class Reducer:
         work, combined = window.opening
         window.opening = None
         work.wait()
-        opening = self.protocol.opened(combined.numpy().tobytes())
+        self._opened(combined.numpy().tobytes())
+
+    def _opened(self, message: bytes | None) -> None:
+        window = self.window
+        assert window is not None
+        opening = self.protocol.opened(message)
         if opening.fault is not None:
             window.fault = opening
             return
@@ -361,6 +366,9 @@ class Reducer:
             self.protocol.settled()
         window.gradients.restore()
         self._window_over()
+        if fault is Fault.CROSSED:  # ranks are not at the same place, so nothing can be exchanged any more
+            self.protocol.break_off()
+            raise error_for(fault, self.where, (), self.params.names, about)
         told = yield from self.comm.gather_steps(mine)
         raise error_for(fault, self.where, told, self.params.names, about)
 
