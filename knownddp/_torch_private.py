@@ -85,26 +85,30 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return distributed_c10d.default_pg_timeout
 
 
-def create_group(name: str, ranks: list[int], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+def create_group(name: str, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A new group over ``ranks`` (global, this rank among them), which only those ranks take part in making.
 
     ``new_group(use_local_synchronization=True)`` would do, but it names the group after the number of groups that
     exist on the calling rank; where that differs between ranks it waits for the time-out. Here the caller names it.
     """
     parent = default_group()
-    default_backend, store = distributed_c10d._world.pg_map[parent]
+    _, store = distributed_c10d._world.pg_map[parent]
     group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend(backend or default_backend),
-        store,
-        distributed_c10d.GroupName(name),
-        timeout=timeout,
-        device_id=parent.bound_device_id,
-        group_desc=name,
-    )
+    # With a device bound to the default group NCCL would split its communicator, which is collective over the world.
+    bound_device, parent.bound_device_id = parent.bound_device_id, None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(backend),
+            store,
+            distributed_c10d.GroupName(name),
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        parent.bound_device_id = bound_device
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .comm import Collectives
-from .errors import KnownDDPError, PeerError, RanksDifferError, at_rank, shorten
+from .errors import PeerError, RanksDifferError, at_rank, shorten
 from .flat import canonical_strides
 from .params import ManagedParams, restride
 
@@ -28,11 +28,12 @@ class TensorReport:
     shape: tuple[int, ...]
     dtype: str
     device_type: str
+    bucket_kind: int = 0  # which of the rank's (dtype, device) pairs, in order of appearance; device numbers may differ
     is_sparse: bool = False
 
     def __str__(self) -> str:
         sparse = ", sparse gradient" if self.is_sparse else ""
-        return f"{self.name} {list(self.shape)} {self.dtype} on {self.device_type}{sparse}"
+        return f"{self.name} {list(self.shape)} {self.dtype} on {self.device_type} (place {self.bucket_kind}){sparse}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,19 @@ class ModelReport:
     strides: tuple[tuple[int, ...], ...]
 
 
-def report_on(
-    params: ManagedParams, buffers: Mapping[str, Tensor], options: Mapping[str, object], error: Exception | None
-) -> ModelReport:
-    """This rank's report; of a module that cannot be described (``error``) only the error."""
-    if error is not None:
-        return ModelReport(str(error), options, (), (), ())
+def report_on(params: ManagedParams, buffers: Mapping[str, Tensor], options: Mapping[str, object]) -> ModelReport:
+    """This rank's report."""
     live = [p for p in params.live if p is not None]
+    kinds: dict[tuple[object, object], int] = {}
     described = tuple(
-        TensorReport(name, tuple(p.shape), str(p.dtype), p.device.type, sparse)
+        TensorReport(
+            name,
+            tuple(p.shape),
+            str(p.dtype),
+            p.device.type,
+            kinds.setdefault((p.dtype, p.device), len(kinds)),
+            sparse,
+        )
         for name, p, sparse in zip(params.names, live, params.sparse, strict=True)
     )
     held = tuple(TensorReport(n, tuple(b.shape), str(b.dtype), b.device.type) for n, b in buffers.items())
@@ -62,18 +67,20 @@ def report_on(
     return ModelReport(None, options, described, held, strides)
 
 
-def agree(comm: Collectives, mine: ModelReport, error: KnownDDPError | None) -> ModelReport:
+def tell(comm: Collectives, error: Exception) -> None:
+    """Let the other ranks, which are in ``agree``, hear that this one has to raise ``error``."""
+    comm.gather_objects(ModelReport(f"{type(error).__name__}: {error}", {}, (), (), ()))
+
+
+def agree(comm: Collectives, mine: ModelReport) -> ModelReport:
     """Exchange reports and return rank 0's.
 
     Raises:
-        the rank's own ``error`` on the rank that has one; else
         PeerError: another rank could not wrap its module.
         RanksDifferError: options or models differ; the message names the first differences.
     """
     reports: list[ModelReport] = comm.gather_objects(mine)
     where = at_rank(comm.rank, comm.world_size)
-    if error is not None:
-        raise type(error)(f"{where} {error}") from None
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise PeerError(f"{where} KnownDDP could not be made on rank {rank}, so it is made on none: {report.error}")
@@ -107,16 +114,24 @@ def _differences(theirs: Sequence[TensorReport], ours: Sequence[TensorReport]) -
     return found
 
 
-def fix_strides(params: ManagedParams, agreed: Sequence[tuple[int, ...]], comm: Collectives) -> None:
-    """Lay out parameters that have other strides than rank 0's as rank 0 has them. Values and identity stay."""
+def fix_strides(params: ManagedParams, agreed: Sequence[tuple[int, ...]]) -> list[str]:
+    """Lay out parameters that have other strides than rank 0's as rank 0 has them. Values and identity stay.
+
+    Returns the names of those that were moved.
+    """
     moved = []
     for name, param, strides in zip(params.names, params.live, agreed, strict=True):
         if param is not None and canonical_strides(param.shape, param.stride()) != strides:
             restride(param, strides)
             moved.append(name)
+    return moved
+
+
+def warn_of_moved(moved: Sequence[str], where: str) -> None:
+    """One warning that names them."""
     if moved:
         warnings.warn(
-            f"{at_rank(comm.rank, comm.world_size)} {len(moved)} parameters had other strides than on rank 0 and were "
-            f"laid out like there, values kept: {shorten(moved)}.",
+            f"{where} {len(moved)} parameters had other strides than on rank 0 and were laid out like there, values "
+            f"kept: {shorten(moved)}.",
             stacklevel=4,
         )

@@ -38,6 +38,24 @@ class Work(Protocol):
     def get_future(self) -> torch.futures.Future[Any]: ...
 
 
+class Done:
+    """The handle of what needs no peer."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+DONE = Done()
+
+
 class Collectives:
     """Every collective that one wrapper issues.
 
@@ -51,53 +69,57 @@ class Collectives:
         self.rank: int = dist.get_rank(parent)
         self.world_size: int = dist.get_world_size(parent)
         self._own_group = own_group and is_cloneable(parent)
-        self._lanes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._data: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
 
     @property
-    def shares_data_lane(self) -> bool:
-        """Whether buckets travel on the user's own group, where launches must follow program order."""
-        return not self._own_group
+    def follows_program_order(self) -> bool:
+        """Whether launches must come at the same point of the program on all ranks, whatever the timing.
 
-    def lanes(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The (data, control) groups. The first call on a rank makes them, and is collective over ``parent``."""
-        if self._lanes is None:
-            parent = self.parent
-            control = _clone(parent, "gloo") if is_cloneable(parent) else parent
-            self._lanes = (_clone(parent, None) if self._own_group else parent, control)
-        return self._lanes
+        So it is on the user's own group; and for backends whose collectives of different groups may block each other
+        on a device (NCCL). gloo's do not.
+        """
+        return not self._own_group or set(private.backends(self.parent)) != {"gloo"}
+
+    def _data_lane(self) -> dist.ProcessGroup:
+        """The first call on a rank makes it, and is collective over ``parent``; likewise for the control lane."""
+        if self._data is None:
+            self._data = _clone(self.parent, dist.get_backend(self.parent)) if self._own_group else self.parent
+        return self._data
+
+    def _control_lane(self) -> dist.ProcessGroup:
+        if self._control is None:
+            self._control = _clone(self.parent, "gloo") if is_cloneable(self.parent) else self.parent
+        return self._control
 
     def retire(self) -> None:
         """Give up the groups this object made; see ``_retired``."""
-        lanes, self._lanes = self._lanes, None
-        _retired.extend(group for group in lanes or () if group is not self.parent)
-
-    def _source(self, group: dist.ProcessGroup, rank: int) -> int:
-        return dist.get_global_rank(group, rank) if group is not dist.group.WORLD else rank
+        _retired.extend(g for g in (self._data, self._control) if g is not None and g is not self.parent)
+        self._data = self._control = None
 
     # -- data lane
 
     def all_reduce_sum(self, tensor: Tensor) -> Work:
         """Sum ``tensor`` (1-D contiguous, or coalesced sparse) over ranks, in place."""
-        return _work(dist.all_reduce(tensor, group=self.lanes()[0], async_op=True))
+        return _work(dist.all_reduce(tensor, group=self._data_lane(), async_op=True))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
         """Overwrite ``tensor`` (1-D contiguous) with that of group rank ``source``."""
-        group = self.lanes()[0]
-        return _work(dist.broadcast(tensor, self._source(group, source), group=group, async_op=True))
+        return _work(dist.broadcast(tensor, group_src=source, group=self._data_lane(), async_op=True))
 
     # -- control lane
 
     def combine_or(self, message: Tensor) -> Work:
         """Combine bytes by bitwise OR over ranks, in place. ``message`` is 1-D uint8 on the CPU."""
-        return _work(dist.all_reduce(message, op=dist.ReduceOp.BOR, group=self.lanes()[1], async_op=True))
+        return _work(dist.all_reduce(message, op=dist.ReduceOp.BOR, group=self._control_lane(), async_op=True))
 
     def combine_max(self, message: Tensor) -> Work:
         """Combine integers by MAX over ranks, in place. ``message`` is 1-D int64 on the CPU."""
-        return _work(dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.lanes()[1], async_op=True))
+        return _work(dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control_lane(), async_op=True))
 
     def gather_steps(self, mine: object) -> Generator[Work, None, list[Any]]:
         """What every rank passed, in rank order: yields each handle to wait for, then returns the objects."""
-        group = self.lanes()[1]
+        group = self._control_lane()
         payload = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         yield _work(
@@ -125,25 +147,49 @@ def is_cloneable(group: dist.ProcessGroup) -> bool:
     return type(group) is dist.ProcessGroup and dist.get_backend(group) != "mpi"
 
 
-def _clone(parent: dist.ProcessGroup, backend: str | None) -> dist.ProcessGroup:
+def _clone(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     base = parent.group_name
     number = _made[base] = _made.get(base, -1) + 1
     ranks = dist.get_process_group_ranks(parent)
-    kind = backend or dist.get_backend(parent)
-    return private.create_group(f"knownddp/{base}/{number}/{kind}", ranks, kind, private.group_timeout(parent))
+    return private.create_group(f"knownddp/{base}/{number}/{backend}", ranks, backend, private.group_timeout(parent))
 
 
 T = TypeVar("T")
 
 
 def run(steps: Generator[Work, None, T]) -> T:
-    """Go through ``steps``, waiting for each handle they yield, and return what they return."""
-    while True:
-        try:
-            work = next(steps)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
+    """Go through ``steps``, waiting for each handle they yield, and return what they return.
+
+    If waiting fails, the steps hear of it where they yielded.
+    """
+    try:
+        work = next(steps)
+        while True:
+            work = _after(work, steps)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+def _after(work: Work, steps: Generator[Work, None, T]) -> Work:
+    """Wait for ``work``, go on with ``steps``, and return the next handle."""
+    try:
         work.wait()
+    except BaseException as error:
+        return steps.throw(error)
+    return next(steps)
+
+
+def run_in_turn(several: Sequence[Generator[Work, None, None]]) -> None:
+    """Go through several sequences of steps one after the other. The first exception is raised when all have ended."""
+    _raise_first([error for steps in several if (error := _error_of(steps)) is not None])
+
+
+def _error_of(steps: Generator[Work, None, None]) -> Exception | None:
+    try:
+        run(steps)
+    except Exception as error:
+        return error
+    return None
 
 
 def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
@@ -151,26 +197,29 @@ def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
 
     Peers may wait for them in any order. The first exception is raised when all have ended.
     """
-    first_error: BaseException | None = None
+    if len(several) < 2:
+        return run_in_turn(several)
+    errors: list[Exception] = []
     waiting: list[tuple[Generator[Work, None, None], Work]] = []
 
-    def advance(steps: Generator[Work, None, None]) -> None:
-        nonlocal first_error
+    def advance(steps: Generator[Work, None, None], work: Work) -> None:
         try:
-            waiting.append((steps, next(steps)))
+            waiting.append((steps, _after(work, steps)))
         except StopIteration:
             pass
         except Exception as error:
-            first_error = first_error or error
+            errors.append(error)
 
     for steps in several:
-        advance(steps)
+        advance(steps, DONE)
     while waiting:
-        steps, work = waiting.pop(_wait_any([work for _, work in waiting]) if len(waiting) > 1 else 0)
-        work.wait()
-        advance(steps)
-    if first_error is not None:
-        raise first_error
+        advance(*waiting.pop(_wait_any([work for _, work in waiting]) if len(waiting) > 1 else 0))
+    return _raise_first(errors)
+
+
+def _raise_first(errors: Sequence[Exception]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def _wait_any(works: Sequence[Work]) -> int:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
-from .agreement import agree, fix_strides, report_on
+from .agreement import agree, fix_strides, report_on, tell, warn_of_moved
 from .buffers import BufferSync, broadcast_from_rank_0, named_buffers
 from .comm import Collectives, destroy_retired
-from .errors import DeclarationError, KnownDDPError, ModelError, UsageError
+from .errors import DeclarationError, ModelError, PeerError, UsageError
 from .forwards import ForwardRecord
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
 from .outputs import to_device
@@ -90,64 +90,73 @@ class KnownDDP(nn.Module):
         own_group: bool = True,
     ) -> None:
         super().__init__()
-        options = gather_options(
-            device=choose_device(module, device_ids, output_device),
-            broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            init_sync=init_sync,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            unused_agreement=unused_agreement,
-            own_group=own_group,
-            not_yet={
-                "check_reduction": check_reduction,
-                "static_graph": static_graph,
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "param_to_hook_all_reduce": param_to_hook_all_reduce,
-                "mixed_precision": mixed_precision,
-                "device_mesh": device_mesh,
-                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-                "bucket_cap_mb_list": bucket_cap_mb_list,
-                "batched_grad_copy": batched_grad_copy,
-            },
-        )
+        self.process_group: dist.ProcessGroup = choose_group(process_group)
+        comm = Collectives(self.process_group, own_group=own_group)
+        try:
+            self._options = gather_options(
+                device=choose_device(module, device_ids, output_device),
+                broadcast_buffers=broadcast_buffers,
+                forward_sync_buffers=forward_sync_buffers,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                unused_agreement=unused_agreement,
+                own_group=own_group,
+                not_yet={
+                    "check_reduction": check_reduction,
+                    "static_graph": static_graph,
+                    "delay_all_reduce_named_params": delay_all_reduce_named_params,
+                    "param_to_hook_all_reduce": param_to_hook_all_reduce,
+                    "mixed_precision": mixed_precision,
+                    "device_mesh": device_mesh,
+                    "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+                    "bucket_cap_mb_list": bucket_cap_mb_list,
+                    "batched_grad_copy": batched_grad_copy,
+                },
+            )
+            refuse_own_unused_argument(module)
+            params = ManagedParams(module)
+            params.check()
+        except Exception as error:
+            # Whatever is wrong here must not leave the other ranks waiting in the agreement.
+            if init_sync:
+                tell(comm, error)
+                comm.retire()
+            raise
+        device = self._options.device
         self.module = module
         self.dim = dim
-        self.process_group: dist.ProcessGroup = choose_group(process_group)
-        self.device_ids = [options.device.index] if options.device is not None else None
-        self.output_device = options.device.index if options.device is not None else None
+        self.device_ids = [device.index] if device is not None else None
+        self.output_device = device.index if device is not None else None
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = False
-        self.forward_sync_buffers = options.forward_sync_buffers
-        self.bucket_bytes_cap = options.cap_bytes[-1]
+        self.forward_sync_buffers = self._options.forward_sync_buffers
+        self.bucket_bytes_cap = self._options.cap_bytes[-1]
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._options = options
         self._agreed_strides: Sequence[tuple[int, ...]] = ()
-        self._attach(init_sync=init_sync)
+        moved = self._agree(comm, params) if init_sync else []
+        self._attach(comm, params)
+        warn_of_moved(moved, self._reducer.where)
 
-    def _attach(self, *, init_sync: bool) -> None:
-        """Find the parameters, agree with the other ranks, and set up the reducer."""
+    def _agree(self, comm: Collectives, params: ManagedParams) -> list[str]:
+        """Make sure that all ranks hold one model, and start from rank 0's. Returns whose strides were changed."""
+        buffers = named_buffers(self.module, params.ignored) if self._options.init_sync_buffers else {}
+        try:
+            first = agree(comm, report_on(params, buffers, self._options.shared()))
+        except PeerError:  # on every rank
+            comm.retire()
+            raise
+        destroy_retired()
+        self._agreed_strides = first.strides
+        moved = fix_strides(params, first.strides)
+        broadcast_from_rank_0(comm, [*(p for p in params.live if p is not None), *buffers.values()])
+        return moved
+
+    def _attach(self, comm: Collectives, params: ManagedParams) -> None:
+        """Set up what is not copied with a wrapper: hooks, reducer, groups."""
         options = self._options
-        comm = Collectives(self.process_group, own_group=options.own_group)
-        params, error = _find_params(self.module)
-        if init_sync:
-            buffers = named_buffers(self.module, params.ignored) if options.init_sync_buffers else {}
-            try:
-                first = agree(comm, report_on(params, buffers, options.shared(), error), error)
-            except KnownDDPError:  # on every rank
-                comm.retire()
-                raise
-            destroy_retired()
-            fix_strides(params, first.strides, comm)
-            self._agreed_strides = first.strides
-            live = [p for p in params.live if p is not None]
-            broadcast_from_rank_0(comm, [*live, *buffers.values()])
-        elif error is not None:
-            raise error
-        if len(self._agreed_strides) == len(params):  # a copy of a wrapper has them too
+        if len(self._agreed_strides) == len(params):
             params.set_canonical(self._agreed_strides)
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if name in params.ignored:
@@ -164,7 +173,6 @@ class KnownDDP(nn.Module):
             find_unused=options.find_unused_parameters,
         )
         self._declared_around: frozenset[int] = NOTHING
-        self._forwards_without_record = 0
         self._release = weakref.finalize(self, _release, self._reducer, comm)
         self._release.atexit = False
 
@@ -193,33 +201,25 @@ class KnownDDP(nn.Module):
         self._forward_ends(record, output)
         return output
 
+    # Apart from the module itself, so that torch.compile sees that alone.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_begins(self, unused: Unused | None) -> ForwardRecord | None:
-        """Returns None under ``no_grad``: no backward follows, so nothing is recorded and nothing is sent."""
+    def _forward_begins(self, unused: Unused | None) -> ForwardRecord:
         declared = self._resolve(unused) | self._declared_around
-        if not torch.is_grad_enabled():
-            self._forwards_without_record += 1
-            return None
-        synchronises = self.require_backward_grad_sync
+        # Under ``no_grad`` no backward follows, so nothing is sent.
+        synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if synchronises and private.current_graph_task() == private.NO_GRAPH_TASK:
-            self._reducer.check_finished()
+            self._reducer.check_finished(judges=self.module.training)
             if self._buffer_sync is not None and self.module.training:
                 self._buffer_sync.exchange(apply=True)
         return self._reducer.forward_begins(declared, synchronises=synchronises)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_ends(self, record: ForwardRecord | None, output: object) -> None:
-        if record is None:
-            self._forwards_without_record -= 1
-        else:
-            self._reducer.forward_ends(record, output)
+    def _forward_ends(self, record: ForwardRecord, output: object) -> None:
+        self._reducer.forward_ends(record, output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _forward_failed(self, record: ForwardRecord | None) -> None:
-        if record is None:
-            self._forwards_without_record -= 1
-        else:
-            self._reducer.forwards.end(record, failed=True)
+    def _forward_failed(self, record: ForwardRecord) -> None:
+        self._reducer.forwards.end(record, failed=True)
 
     def _resolve(self, unused: Unused | None) -> frozenset[int]:
         """What ``unused`` names; an error says on which rank."""
@@ -304,18 +304,8 @@ class KnownDDP(nn.Module):
         self.process_group = private.default_group()
         self.require_backward_grad_sync = True
         # No collective: copies are made on one rank alone, for an average of weights, say.
-        self._attach(init_sync=False)
-
-
-def _find_params(module: nn.Module) -> tuple[ManagedParams, KnownDDPError | None]:
-    """The module's parameters, and what is wrong with them: all ranks must hear of it, so it is not raised yet."""
-    params = ManagedParams(module)
-    try:
-        refuse_own_unused_argument(module)
-        params.check()
-    except KnownDDPError as error:
-        return params, error
-    return params, None
+        comm = Collectives(self.process_group, own_group=self._options.own_group)
+        self._attach(comm, ManagedParams(self.module))
 
 
 def _release(reducer: Reducer, comm: Collectives) -> None:

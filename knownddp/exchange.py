@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .comm import Collectives, Work
+from .comm import DONE, Collectives, Work
 from .flat import FlatBucket, is_dense, sparse_share, with_strides_of
 from .params import ManagedParams
 from .plan import BucketPlan, BucketSpec
+from .specs import BucketKey
 from .stats import Counters
 
 
@@ -20,7 +21,7 @@ class Flight:
     """One launched bucket: what it carries, and where the means arrive."""
 
     bucket: BucketSpec
-    work: Work | None  # None: nothing to send
+    work: Work
     means: list[Tensor]  # one a parameter, in the bucket's order
 
 
@@ -49,27 +50,29 @@ class GradientExchange:
         self._flights: list[Flight] = []
         self._has_travelled = bytearray(len(params))  # what was held back is on its way
         self._late_means: dict[int, Tensor] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self.held_back: list[Tensor | None] = [p.grad if p is not None else None for p in params.live]
         for param, grad in zip(params.live, self.held_back, strict=True):
             if param is not None and grad is not None:
                 param.grad = None
 
-    @torch.no_grad()
-    def launch(self, bucket: BucketSpec, *, empty: bool = False) -> None:
-        """Pack what this rank has for ``bucket`` and start its all-reduce.
+    @property
+    def num_launched(self) -> int:
+        """How many buckets are on their way; one whose launch failed is not."""
+        return len(self._flights)
 
-        ``empty``: this rank takes part so that its peers need not wait, and nobody will use the result.
-        """
+    def note_stream(self, param_index: int, grad: Tensor) -> None:
+        """Remember on which stream ``grad`` was accumulated: the bucket may be packed from another."""
+        if grad.is_cuda:
+            self._streams[param_index] = torch.cuda.current_stream(grad.device)
+
+    @torch.no_grad()
+    def launch(self, bucket: BucketSpec) -> None:
+        """Pack what this rank has for ``bucket`` and start its all-reduce."""
         live, specs = self._params.live, [self._params.specs[i] for i in bucket.param_indices]
-        grads: list[Tensor | None] = []
-        held_back: list[Tensor | None] = []
-        for i in bucket.param_indices:
-            param = live[i]
-            grads.append(None if param is None or empty else param.grad)
-            held_back.append(None if self._has_travelled[i] or empty else self.held_back[i])
-            self._has_travelled[i] = 1
-            if param is not None:
-                param.grad = None
+        grads = [param.grad if (param := live[i]) is not None else None for i in bucket.param_indices]
+        held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
+        self._wait_for_streams(bucket, grads)
         if bucket.is_sparse:
             flat = sparse_share(grads[0], held_back[0], specs[0], self._comm.world_size)
             means, numel = [flat], flat._values().numel()
@@ -78,16 +81,54 @@ class GradientExchange:
             packed.fill(grads, held_back, self._comm.world_size)
             flat, means, numel = packed.flat, packed.views, packed.flat.numel()
         # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
-        work = self._comm.all_reduce_sum(flat) if numel or bucket.is_sparse else None
+        work = self._comm.all_reduce_sum(flat) if numel or bucket.is_sparse else DONE
         self._flights.append(Flight(bucket, work, means))
+        for i in bucket.param_indices:
+            self._has_travelled[i] = 1
+            self._set(i, None)
         self._counters.bytes_reduced += numel * flat.element_size()
         self._counters.buckets_launched += 1
+
+    def _wait_for_streams(self, bucket: BucketSpec, grads: Sequence[Tensor | None]) -> None:
+        """Order packing behind accumulations on other streams, and keep their memory until it is done."""
+        if not self._streams:
+            return
+        for i, grad in zip(bucket.param_indices, grads, strict=True):
+            stream = self._streams.get(i)
+            if grad is not None and stream is not None:
+                current = torch.cuda.current_stream(grad.device)
+                if stream != current:
+                    current.wait_stream(stream)
+                    grad.record_stream(current)
+
+    def launch_empty(self, buckets: Sequence[BucketSpec]) -> None:
+        """This rank failed: take part in what peers wait for. Nobody will use the result, so all share one tensor.
+
+        Gradients are put back first, which frees the memory of local ones: running out of it may be what failed.
+        """
+        self.restore()
+        specs = self._params.specs
+        numel = {
+            bucket: sum(specs[i].numel for i in bucket.param_indices) for bucket in buckets if not bucket.is_sparse
+        }
+        scratch: dict[BucketKey, Tensor] = {}
+        for bucket in sorted(numel, key=lambda one: -numel[one]):
+            key = specs[bucket.param_indices[0]].key
+            if key not in scratch:
+                scratch[key] = torch.zeros(numel[bucket], dtype=key.dtype, device=key.device)
+        for bucket in buckets:
+            first = specs[bucket.param_indices[0]]
+            if bucket.is_sparse:
+                flat = sparse_share(None, None, first, self._comm.world_size)
+            else:
+                flat = scratch[first.key][: numel[bucket]]
+            work = self._comm.all_reduce_sum(flat) if bucket.is_sparse or numel[bucket] else DONE
+            self._flights.append(Flight(bucket, work, []))
 
     def wait(self) -> None:
         """Wait for everything launched so far. Safe once all ranks have launched it."""
         for flight in self._flights:
-            if flight.work is not None:
-                flight.work.wait()
+            flight.work.wait()
 
     @torch.no_grad()
     def hand_back(self, touched: bytes, late: Collection[int]) -> None:
@@ -113,8 +154,7 @@ class GradientExchange:
         for bucket in plan.buckets:
             self.launch(bucket)
         for flight in self._flights:
-            if flight.work is not None:
-                yield flight.work
+            yield flight.work
             for i, mean in zip(flight.bucket.param_indices, flight.means, strict=True):
                 earlier = self._late_means.get(i)
                 self._set_mean(i, mean if earlier is None else earlier + mean)
@@ -143,8 +183,20 @@ class GradientExchange:
         param, before = self._params.live[i], self.held_back[i]
         if param is None:
             return
-        keeps = before is not None and not before.requires_grad and before.layout is mean.layout is torch.strided
-        if before is not None and keeps and is_dense(before.shape, before.stride()):
+        if before is not None and _can_take(before, mean):
             param.grad = before.copy_(mean)
         else:
             param.grad = with_strides_of(param, mean)
+
+
+def _can_take(before: Tensor, mean: Tensor) -> bool:
+    """Whether ``mean`` can be written into the gradient that stood there."""
+    return (
+        before.layout is mean.layout is torch.strided
+        and before.shape == mean.shape
+        and before.dtype == mean.dtype
+        and before.device == mean.device
+        and not before.requires_grad
+        and not before.is_inference()
+        and is_dense(before.shape, before.stride())
+    )

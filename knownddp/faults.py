@@ -23,6 +23,7 @@ class Testimony:
 
     failed: bool  # its backward raised
     nested: bool  # its backward began where the end cannot be seen
+    begun_at_output: bool  # its backward began at an output of the wrapper
     declared: tuple[str, ...]
     layout: tuple[str, ...]  # dtype and shape of each parameter
 
@@ -56,6 +57,15 @@ def error_for(
             "(or a backward called from an autograd Function), so its end cannot be seen; nothing was averaged.\n"
             "Why: no tensor that the loss was computed from could be found in what the module returned.\n"
             "Fix: return tensors (in containers or dataclasses), or checkpoint with use_reentrant=False."
+        )
+    if fault is Fault.UNSEEN:
+        guessing = [r for r, one in enumerate(told) if not one.begun_at_output]
+        return RanksDifferError(
+            f"{where} on {_ranks(guessing)} a backward reached parameters without passing an output of KnownDDP, while "
+            "a forward was waiting for its backward; on other ranks it passed one. Nothing was averaged.\n"
+            "Why: either a loss was taken from something that forward left aside, or a backward through model.module "
+            "was meant to stay local.\n"
+            "Fix: return what the loss needs from forward; or run forwards that no backward follows under no_grad()."
         )
     if fault is Fault.DECLARATIONS:
         said = "; ".join(f"rank {r} declared {shorten(one.declared) or 'nothing'}" for r, one in enumerate(told))

@@ -31,12 +31,14 @@ class ForwardRecord:
         "sources",
         "synchronises",
         "took_part",
+        "trainable",
         "visited",
         "was_closed",
     )
 
-    def __init__(self, declared: Iterable[int], *, synchronises: bool) -> None:
+    def __init__(self, declared: Iterable[int], trainable: Sequence[bool], *, synchronises: bool) -> None:
         self.declared = frozenset(declared)
+        self.trainable = tuple(trainable)
         self.synchronises = synchronises
         self.is_running = True
         self.visited = False  # an output's hook fired in the current window
@@ -71,10 +73,11 @@ class ForwardLog:
         self._running: list[ForwardRecord] = []
         self._last: weakref.ref[ForwardRecord] | None = None
         self._leaf_hooks: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
+        self._is_unanswered = False  # a synchronising forward ended since the last window
 
-    def begin(self, declared: Iterable[int], *, synchronises: bool) -> ForwardRecord:
-        """A forward with gradients on begins; ``end`` must follow, whether it raises or not."""
-        record = ForwardRecord(declared, synchronises=synchronises)
+    def begin(self, declared: Iterable[int], trainable: Sequence[bool], *, synchronises: bool) -> ForwardRecord:
+        """A forward begins; ``end`` must follow, whether it raises or not."""
+        record = ForwardRecord(declared, trainable, synchronises=synchronises)
         if synchronises:
             self._alive.add(record)
         self._running.append(record)
@@ -88,6 +91,7 @@ class ForwardLog:
             self._alive.discard(record)
         else:
             self._last = weakref.ref(record)
+            self._is_unanswered |= record.synchronises
 
     def mark_unused(self, declared: Iterable[int]) -> bool:
         """Add to the declaration of the running forward, else of the last one if no backward of it has begun.
@@ -132,9 +136,21 @@ class ForwardLog:
         if record not in self._kept:
             self._kept.append(record)
 
+    def __len__(self) -> int:
+        """How many open forwards are remembered."""
+        return len(self._alive)
+
     def is_expecting(self) -> bool:
-        """Whether some synchronising forward is open, one that is running included."""
-        return len(self._alive) > 0
+        """Whether some synchronising forward has not had its backward, be it that its outputs are gone."""
+        return self._is_unanswered or len(self._alive) > 0
+
+    def is_out_of_sight(self) -> bool:
+        """Whether an open forward runs or hides part of its graph, so that no output may tell of its backward."""
+        return any(record.is_running or record in self._kept for record in self._alive)
+
+    def is_reached(self) -> bool:
+        """Whether the running backward goes through an output of an open forward, as far as can be told."""
+        return any(record.takes_part() for record in self._alive)
 
     def participants(self, begun_by: ForwardRecord | None) -> list[ForwardRecord]:
         """The forwards whose graph the running backward goes through.
@@ -162,6 +178,7 @@ class ForwardLog:
         for _, handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
+        self._is_unanswered = False
 
     def forward_begins(self) -> None:
         """A synchronising forward outside of a backward begins: what was kept and closed is over."""
@@ -174,3 +191,14 @@ class ForwardLog:
 def declared_by_all(records: Sequence[ForwardRecord]) -> frozenset[int]:
     """A parameter counts as unused when every forward that takes part declared it."""
     return frozenset.intersection(*(r.declared for r in records)) if records else frozenset()
+
+
+def promised_by(records: Sequence[ForwardRecord], num_params: int) -> bytes:
+    """A byte for each parameter: 1 if it was trainable in one of the forwards and not declared unused there."""
+    promised = 0
+    for record in records:
+        flags = bytearray(record.trainable)
+        for i in record.declared:
+            flags[i] = 0
+        promised |= int.from_bytes(flags, "little")
+    return promised.to_bytes(num_params, "little")

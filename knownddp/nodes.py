@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -29,42 +28,40 @@ class GradientNodes:
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
         self._is_current = [False] * num_params
-        # Parameters on several devices get their gradients from several engine threads.
-        self._lock = threading.RLock()
+        self._hooked: list[bool] | None = None  # the trainable ones at the last call of ``hook`` that went through
 
     def forget(self) -> None:
         """Look every node up again: a cast or a move gives a parameter a new one."""
         self._is_current = [False] * len(self._nodes)
+        self._hooked = None
 
     def hook(self, live: Sequence[nn.Parameter | None], trainable: Sequence[bool]) -> None:
         """Hook the nodes of trainable parameters that are not hooked yet."""
-        several_devices = len({p.device for p in live if p is not None}) > 1
+        if trainable == self._hooked:
+            return
         for i, param in enumerate(live):
             if param is None or not trainable[i] or self._is_current[i]:
                 continue
-            self._is_current[i] = True
             with torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(param).node
             if node is not self._nodes[i]:
                 handle = self._handles[i]
                 if handle is not None:
                     handle.remove()
+                self._handles[i] = node.register_hook(self._hook(i))
                 self._nodes[i] = node
-                self._handles[i] = node.register_hook(self._hook(i, locked=several_devices))
+            self._is_current[i] = True
+        self._hooked = list(trainable)
 
-    def _hook(self, param_index: int, *, locked: bool) -> Callable[..., None]:
-        on_ready, lock = self._on_ready, self._lock
+    def _hook(self, param_index: int) -> Callable[..., None]:
+        on_ready = self._on_ready
 
         def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
             report = on_ready()
             if report is not None and grads[0] is not None:
                 report(param_index, grads[0])
 
-        def locked_hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
-            with lock:
-                hook(_, grads)
-
-        return locked_hook if locked else hook
+        return hook
 
     def remove(self) -> None:
         """Take all hooks off. The nodes are kept: a hook may be running on one."""
@@ -81,6 +78,13 @@ class GradientNodes:
         will_execute = private.will_execute
         return bytes(node is not None and will_execute(node) for node in self._nodes)
 
+    def is_reached(self) -> bool:
+        """Whether the running backward is going to accumulate any of the gradients."""
+        try:
+            return any(node is not None and private.will_execute(node) for node in self._nodes)
+        except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+            return False
+
     def begins_backward(self) -> bool:
         """Asked from a hook on an output: is this a backward that concerns the managed parameters?
 
@@ -89,9 +93,7 @@ class GradientNodes:
         can be reached but will not run (``backward(inputs=...)`` for others), nor in ``torch.autograd.grad``.
         """
         try:
-            return (
-                any(node is not None and private.will_execute(node) for node in self._nodes) or self._leads_elsewhere()
-            )
+            return self.is_reached() or self._leads_elsewhere()
         except RuntimeError:  # a leaf that torch.autograd.grad was asked for
             return False
 

@@ -40,12 +40,10 @@ class Options:
     """What the rest of the library needs to know of the arguments."""
 
     device: torch.device | None  # where inputs are moved to; None leaves them where they are
-    init_sync: bool
     init_sync_buffers: bool
     forward_sync_buffers: bool
     cap_bytes: tuple[int, ...]
     find_unused_parameters: bool
-    gradient_as_bucket_view: bool
     agreement: Agreement
     own_group: bool
 
@@ -66,10 +64,8 @@ def gather_options(
     device: torch.device | None,
     broadcast_buffers: bool | None,
     forward_sync_buffers: bool | None,
-    init_sync: bool,
     bucket_cap_mb: float | None,
     find_unused_parameters: bool,
-    gradient_as_bucket_view: bool,
     unused_agreement: str,
     own_group: bool,
     not_yet: dict[str, object],
@@ -95,14 +91,12 @@ def gather_options(
     old = True if broadcast_buffers is None else broadcast_buffers
     return Options(
         device=device,
-        init_sync=init_sync,
         init_sync_buffers=old if forward_sync_buffers is None else True,
         forward_sync_buffers=old if forward_sync_buffers is None else forward_sync_buffers,
         cap_bytes=(DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
         if bucket_cap_mb is None
         else (max(1, int(bucket_cap_mb * MIB)),),
         find_unused_parameters=find_unused_parameters,
-        gradient_as_bucket_view=gradient_as_bucket_view,
         agreement=agreement,
         own_group=own_group,
     )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Mapping
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +17,10 @@ from torch import Tensor, nn
 MAX_DEPTH = 12
 MAX_OBJECTS = 10_000
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (
+    *(str, bytes, int, float, complex, bool, type(None), Enum, PurePath),
+    *(torch.dtype, torch.device, torch.Size, np.ndarray, np.generic),
+)
 
 
 def find_tensors(output: object) -> tuple[list[Tensor], bool]:
@@ -27,16 +33,16 @@ def find_tensors(output: object) -> tuple[list[Tensor], bool]:
     is_hidden = False
     seen: dict[int, object] = {}  # by id; held, so that no id is taken over by another object meanwhile
     # Not a recursive closure: that would be a reference cycle, and keep outputs alive until the garbage collector runs.
-    queue: deque[tuple[Any, int]] = deque([(output, 0)])
+    queue: deque[tuple[Any, int]] = deque([] if isinstance(output, _PLAIN) else [(output, 0)])
     while queue:
         value, depth = queue.popleft()
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        elif id(value) not in seen:
             seen[id(value)] = value
             inside = _contents(value) if depth < MAX_DEPTH and len(seen) <= MAX_OBJECTS else None
             is_hidden |= inside is None
-            queue.extend((one, depth + 1) for one in inside or ())
+            queue.extend((one, depth + 1) for one in inside or () if not isinstance(one, _PLAIN))
     return tensors, is_hidden
 
 

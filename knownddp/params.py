@@ -166,7 +166,8 @@ class ManagedParams:
 
     def signature(self) -> int:
         """32 bits that ranks with the same dtypes and shapes share."""
-        seen = [(str(p.dtype), p.device.type, tuple(p.shape)) if p is not None else None for p in self.live]
+        kinds: dict[BucketKey, int] = {}  # device numbers may differ between ranks, the grouping by them may not
+        seen = [(str(s.key.dtype), s.key.device.type, kinds.setdefault(s.key, len(kinds)), s.shape) for s in self.specs]
         return zlib.crc32(repr(seen).encode())
 
     # -- names

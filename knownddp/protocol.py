@@ -28,7 +28,7 @@ class Agreement(Enum):
 
     UNION = "union"  # a parameter is skipped when every rank declared it
     SAME = "same"  # differing declarations are an error on every rank, before anything is sent
-    TRUST = "trust"  # nobody asks: no messages, no late round
+    TRUST = "trust"  # nobody asks: a rank's own messages are taken for everybody's, and nothing is late
 
 
 class Phase(Enum):
@@ -59,6 +59,7 @@ class Fault(Enum):
     MODELS = auto()  # dtypes or shapes of the parameters differ between ranks
     DECLARATIONS = auto()  # "same" was asked for and declarations differ
     NESTED = auto()  # a backward began where its end cannot be seen
+    UNSEEN = auto()  # some ranks only guess that theirs is a backward of this wrapper, others know
     FAILED = auto()  # a backward raised on some rank
     TRUST = auto()  # under "trust": a gradient that was not expected, on this rank alone
 
@@ -70,12 +71,14 @@ class Flag(IntFlag):
     CLOSE = 2
     NESTED = 4
     FAILED = 8
+    SEEN = 16  # the backward began at an output of the wrapper
+    GUESSED = 32  # it began at a parameter, while a forward was open whose outputs were all in sight
 
 
 # Bits of a parameter's byte in OPEN ...
 EXPECTED, CARRIED, DECLARED, NEEDED = 1, 2, 4, 8
 # ... and in CLOSE.
-HOPED, TOUCHED, LATE = 1, 2, 4
+PROMISED, TOUCHED, LATE = 1, 2, 4
 
 NONE: Final = range(0)  # no bucket may go
 
@@ -91,7 +94,7 @@ _AGREED: Final = _table(lambda b: b & (EXPECTED | CARRIED))
 _DISPUTED: Final = _table(lambda b: b & DECLARED and b & NEEDED)
 _TOUCHED: Final = _table(lambda b: b & (TOUCHED | LATE))
 _LATE: Final = _table(lambda b: b & LATE)
-_UNMET: Final = _table(lambda b: b & HOPED and not b & (TOUCHED | LATE))
+_UNMET: Final = _table(lambda b: b & PROMISED and not b & (TOUCHED | LATE))
 
 
 def indices_of(flags: bytes) -> tuple[int, ...]:
@@ -135,8 +138,8 @@ class Closing:
     order_due: bool = False
 
 
-class Protocol:
-    """The machine. Call ``begin``, ``opened``, ``ready`` any number of times, ``end``, ``closed``, ``settled``.
+class WindowProtocol:
+    """The machine. Call ``begin``, ``opened``, ``ready``s, ``end``, ``close``, ``closed``, ``settled``.
 
     ``ready`` may come before ``opened``; such gradients are counted once the agreed set is known.
     """
@@ -196,7 +199,8 @@ class Protocol:
         *,
         signature: int = 0,
         nested: bool = False,
-    ) -> bytes | None:
+        guessed: bool = False,
+    ) -> bytes:
         """A synchronising backward begins.
 
         Args:
@@ -205,25 +209,22 @@ class Protocol:
             declared: what every forward of this backward declared unused, for comparison between ranks.
             signature: 32 bits that all ranks must share (a hash of dtypes and shapes).
             nested: this backward began where its end cannot be seen; every rank is to raise.
+            guessed: this backward reached a parameter without passing an output; it is an error if others know better.
 
         Returns:
-            The OPEN message to combine by bitwise OR, or None under ``TRUST``.
+            The OPEN message, to be combined by bitwise OR with that of all ranks; under ``TRUST`` it stands for all.
         """
         self._move(Phase.IDLE, Phase.OPENING)
         self._reset()
         self._expected, self._carried = expected, carried
-        if self.agreement is Agreement.TRUST:
-            return None
         said = int.from_bytes(flags_of(declared, self._num_params), "little")
         lane = int.from_bytes(expected, "little") * EXPECTED | said * DECLARED | (self._ones ^ said) * NEEDED
         lane |= int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
-        return self._message(Flag.OPEN | (Flag.NESTED if nested else Flag(0)), signature, lane)
+        how = Flag.GUESSED if guessed else Flag.SEEN
+        return self._message(Flag.OPEN | how | (Flag.NESTED if nested else Flag(0)), signature, lane)
 
-    def opened(self, message: bytes | None) -> Opening:
-        """The OPEN of all ranks is known (None under ``TRUST``). A fault ends the window here, on every rank."""
-        if message is None:
-            self._move(Phase.OPENING, Phase.REDUCING)
-            return Opening(None, self._start(flags_of([*indices_of(self._expected), *self._carried], self._num_params)))
+    def opened(self, message: bytes) -> Opening:
+        """The OPEN of all ranks is known. A fault ends the window here, on every rank."""
         fault, disputed = self._fault_of_open(message)
         if fault is not None:
             self._move(Phase.OPENING, Phase.IDLE)
@@ -240,6 +241,8 @@ class Protocol:
             return Fault.MODELS, disputed
         if message[0] & Flag.NESTED:
             return Fault.NESTED, disputed
+        if message[0] & Flag.SEEN and message[0] & Flag.GUESSED:
+            return Fault.UNSEEN, disputed
         if disputed and self.agreement is Agreement.SAME:
             return Fault.DECLARATIONS, disputed
         return None, disputed
@@ -290,36 +293,31 @@ class Protocol:
         self._next = position
         return range(first, position)
 
-    def end(self, hoped: bytes, *, failed: bool = False) -> tuple[range, bytes | None]:
-        """The backward is over.
-
-        Args:
-            hoped: a byte for each parameter: 1 if a forward whose output took part promised its gradient.
-            failed: this rank's backward raised.
-
-        Returns:
-            The buckets still to launch, in plan order, whether full or not, so that no rank waits for ever; and the
-            CLOSE message, or None under ``TRUST``.
-        """
+    def end(self) -> range:
+        """The backward is over. Returns the buckets still to launch, in plan order, whether full or not: peers wait."""
         self._move(Phase.REDUCING, Phase.CLOSING)
         rest = range(self._next, len(self.plan.buckets))
         self._next = len(self.plan.buckets)
-        lane = int.from_bytes(hoped, "little") * HOPED
+        return rest
+
+    def close(self, promised: bytes, *, failed: bool = False) -> bytes:
+        """Everything is launched. Returns the CLOSE message, to be combined as OPEN is.
+
+        Args:
+            promised: a byte for each parameter: 1 if a forward whose output took part promised its gradient.
+            failed: this rank's backward raised.
+        """
+        if self.phase is not Phase.CLOSING:
+            raise InternalError(f"CLOSE cannot be made in phase {self.phase.name}")
+        lane = int.from_bytes(promised, "little") * PROMISED
         lane |= int.from_bytes(self._fired, "little") * TOUCHED
         for bit, some in ((TOUCHED, self._carried), (LATE, self._late)):
             lane |= int.from_bytes(flags_of(some, self._num_params), "little") * bit
-        if self.agreement is Agreement.TRUST:
-            self._since_forward |= lane
-            return rest, None
-        return rest, self._message(Flag.CLOSE | (Flag.FAILED if failed else Flag(0)), 0, lane)
+        return self._message(Flag.CLOSE | (Flag.FAILED if failed else Flag(0)), 0, lane)
 
-    def closed(self, message: bytes | None) -> Closing:
-        """The CLOSE of all ranks is known (None under ``TRUST``, where each rank goes by what it saw itself)."""
+    def closed(self, message: bytes) -> Closing:
+        """The CLOSE of all ranks is known."""
         self._move(Phase.CLOSING, Phase.SETTLING)
-        order_due = not self.planner.has_learnt
-        if message is None:
-            fault = Fault.TRUST if self._late else None
-            return Closing(fault, self.agreed, late=tuple(sorted(self._late)), order_due=order_due)
         if message[0] & Flag.OPEN or self._contradicts(message, 1, 1):
             return Closing(Fault.CROSSED)
         if message[0] & Flag.FAILED:
@@ -328,13 +326,14 @@ class Protocol:
         self._since_forward |= int.from_bytes(lane, "little")
         touched, late_flags = lane.translate(_TOUCHED), lane.translate(_LATE)
         late = indices_of(late_flags)
+        order_due = not self.planner.has_learnt
+        if self.agreement is Agreement.TRUST:  # what others touched is not known: all that was agreed
+            return Closing(Fault.TRUST if late else None, self.agreed, late, None, order_due)
         late_plan = self.planner.plan(late_flags) if late else None
         if late:
-            again = [i for i in late if self.agreed[i]]
             if self._detects_unused:
                 self.unforeseen.update(late)
-                again = list(late)
-            self.planner.hold(again)
+            self.planner.hold(late if self._detects_unused else [i for i in late if self.agreed[i]])
         return Closing(None, touched, late, late_plan, order_due and any(touched))
 
     def settled(self) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,18 +21,21 @@ from torch import Tensor
 
 from . import _torch_private as private
 from .buffers import BufferSync
-from .comm import Collectives, Work, run
-from .errors import GradientTakenError, PeerError, UnfinishedBackwardError, at_rank
+from .comm import DONE, Collectives, Work, run
+from .errors import GradientTakenError, InternalError, KnownDDPError, PeerError, UnfinishedBackwardError, at_rank
 from .exchange import GradientExchange
 from .faults import Testimony, dispute_message, error_for, unfinished_message
 from .flat import dense
-from .forwards import ForwardLog, ForwardRecord, declared_by_all
+from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
 from .nodes import GradientNodes, inside_nested_task
 from .params import ManagedParams
 from .plan import Planner
-from .protocol import Agreement, Fault, Phase, Protocol
+from .protocol import Agreement, Fault, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics
-from .window import EndOfBackward, LocalBackward, Window, forget
+from .window import LocalBackward, TaskEnd, Window
+
+_numbers = itertools.count()
+_reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 class Reducer:
@@ -61,26 +66,21 @@ class Reducer:
         self.find_unused = find_unused
         self.counters = Counters()
         self.window: Window | None = None
+        self.number = next(_numbers)
+        # Hooks run on an engine thread for each device, and so may the end of a backward that raised.
+        self.lock = threading.RLock()
         params.refresh()
         self._limits = tuple(limits)
         self._planner = Planner(params.specs, limits)
-        self.protocol = Protocol(self._planner, len(params), agreement, detects_unused=find_unused)
+        self.protocol = WindowProtocol(self._planner, len(params), agreement, detects_unused=find_unused)
         self._nodes = GradientNodes(len(params), self._on_grad_ready)
         self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
         self._touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _nobody
         self._warned_of_dispute = False
-        self._take_over_params()
-
-    def _take_over_params(self) -> None:
-        self._planner.set_specs(self.params.specs)
-        self._signature = self.params.signature()
-        self._nodes.forget()
-        self._hook_trainable()
-
-    def _hook_trainable(self) -> None:
-        self._nodes.hook(self.params.live, self.params.trainable)
-        self._hooked = list(self.params.trainable)
+        self._signature = params.signature()
+        self._nodes.hook(params.live, params.trainable)
+        _reducers[self.number] = self
 
     @property
     def where(self) -> str:
@@ -93,38 +93,48 @@ class Reducer:
 
     # -- forward
 
-    def check_finished(self) -> None:
+    def check_finished(self, *, judges: bool) -> None:
         """A synchronising forward outside of a backward begins: is the last backward complete?
 
+        ``judges``: raise if parameters were promised and no rank touched them.
+
         Raises:
-            UnfinishedBackwardError: parameters were promised and no rank touched them; on every rank.
+            UnfinishedBackwardError: that is so; on every rank.
             PeerError: a collective failed earlier.
         """
-        if self.protocol.phase is Phase.BROKEN:
-            raise PeerError(
-                f"{self.where} a collective of this wrapper failed or timed out, so "
-                "ranks may be out of step.\nFix: restart, or make a new process group and wrap the module again."
-            )
-        if self.window is not None:  # the destructor of EndOfBackward missed it
-            self.abandon()
-        missing = self.protocol.unmet()
-        self.protocol.forward_begins()
-        self.forwards.forward_begins()
+        with self.lock:  # on an accelerator the end of a backward that raised may still be running
+            window = self.window
+            if window is not None and self.protocol.phase is not Phase.BROKEN:
+                with contextlib.suppress(Exception):  # its end was never noticed; a failed window ends in an error
+                    run(self.closing_steps(window, failed=True))
+            if self.protocol.phase is Phase.BROKEN:
+                raise PeerError(
+                    f"{self.where} a collective of this wrapper failed or timed out, so ranks may be out of step.\n"
+                    "Fix: restart, or make a new process group and wrap the module again."
+                )
+            self.forwards.forward_begins()
+            if not judges:
+                return
+            missing = self.protocol.unmet()
+            self.protocol.forward_begins()
         if missing:
             raise UnfinishedBackwardError(unfinished_message(self.where, self.comm.rank, self.params.names, missing))
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
-        """Record one forward with gradients on, reading the parameters as they are now."""
+        """Record one forward, reading the parameters as they are now."""
         if self.params.refresh():
-            self._take_over_params()
-        elif self.params.trainable != self._hooked:
-            self._hook_trainable()
-        return self.forwards.begin(declared, synchronises=synchronises)
+            self._planner.set_specs(self.params.specs)
+            self._signature = self.params.signature()
+            self._nodes.forget()
+        self._nodes.hook(self.params.live, self.params.trainable)
+        trainable = self.params.trainable
+        return self.forwards.begin(declared, trainable, synchronises=synchronises and any(trainable))
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
         self.forwards.end(record, failed=False)
-        self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
+        if any(record.trainable):  # else its backward is none of ours
+            self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
 
     def statistics(self) -> ReducerStatistics:
         """A snapshot of the counters."""
@@ -139,154 +149,144 @@ class Reducer:
 
     def on_output_grad(self, record: ForwardRecord) -> None:
         """An output's gradient is known: a backward has begun, or ``torch.autograd.grad`` runs."""
-        if self.window is not None:
-            if record.synchronises:
+        with self.lock:
+            if self.window is not None:
+                if record.synchronises:
+                    self.forwards.visit(record)
+            elif not self._nodes.begins_backward():
+                if torch.is_grad_enabled() and record.synchronises and not record.was_closed:
+                    self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
+            elif record.synchronises:
                 self.forwards.visit(record)
-        elif not self._nodes.begins_backward():
-            if torch.is_grad_enabled() and record.synchronises and not record.was_closed:
-                self.forwards.keep(record)  # create_graph: what is derived outlives the output (a gradient penalty)
-        elif record.synchronises:
-            self.forwards.visit(record)
-            self._begin(record)
-        else:
-            self._mark_local()
+                self._begin(record)
+                _begin_others()
+            else:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
+                mark = LocalBackward()
+                private.queue_callback(mark)
+                self._local = weakref.ref(mark)
 
-    def _mark_local(self) -> None:
-        """The backward of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells."""
-        mark = LocalBackward()
-        private.queue_callback(mark)
-        self._local = weakref.ref(mark)
+    def begin_if_reached(self) -> None:
+        """Begin a window if the running backward goes on to an open forward of this wrapper.
+
+        The windows of all wrappers in one backward begin together. Else an exception on one rank, raised before the
+        backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
+        """
+        with self.lock:
+            if self.window is None and self.forwards.is_reached() and self._nodes.is_reached():
+                self._begin(None)
 
     def _begin(
-        self,
-        begun_by: ForwardRecord | None,
-        *,
-        nested: bool = False,
-        stood_before: Mapping[int, Tensor | None] | None = None,
+        self, begun_by: ForwardRecord | None, *, stood_before: Mapping[int, Tensor | None] | None = None
     ) -> None:
+        """``stood_before``: the backward was noticed at a parameter, whose ``.grad`` held this before."""
         self._local = _nobody
-        participants = self.forwards.participants(begun_by)
+        at_parameter = stood_before is not None
+        nested = at_parameter and inside_nested_task()
+        guessed = at_parameter and not self.forwards.is_out_of_sight()
         if self.buffers is not None:
             self.buffers.exchange(apply=False)
-        end = EndOfBackward(self)
+        participants = self.forwards.participants(begun_by)
         gradients = GradientExchange(self.params, self.comm, self.counters, stood_before or {})
-        self.window = Window(private.current_graph_task(), participants, gradients, end.mark)
-        end.queue()
-        del end  # the engine holds the only reference
         declared = declared_by_all(participants)
-        expected = self._nodes.foreseen() if self.find_unused else self._promised(declared)
-        if self.protocol.unforeseen:
-            expected = bytes(
-                e or (i in self.protocol.unforeseen and t)
-                for i, (e, t) in enumerate(zip(expected, self.params.trainable, strict=True))
-            )
+        expected = self._foreseen() if self.find_unused else promised_by(participants, len(self.params))
         carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
-        message = self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested)
-        if message is None:
-            self._opened(None)
-            return
-        combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self.window.opening = (self.comm.combine_or(combined), combined)
-        if nested or self.protocol.agreement is Agreement.SAME:
-            self._open_now()
-            if self.window.fault is not None:  # raised now, while nothing was sent
-                run(self.closing_steps())
+        message = _tensor_of(
+            self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested, guessed=guessed)
+        )
+        self.window = window = Window(participants, gradients, not at_parameter, message, None)
+        TaskEnd.of_running_task().add(self, window)
+        window.opening = self._combine(message)
+        if nested or self.protocol.agreement is not Agreement.UNION:
+            self._look_at_opening(window)
+            if window.outcome is not None and window.outcome.fault is not None:  # raised now, while nothing was sent
+                run(self.closing_steps(window, failed=False))
 
-    def _promised(self, declared: frozenset[int]) -> bytes:
-        promised = bytearray(self.params.trainable)
-        for i in declared:
-            promised[i] = 0
-        return bytes(promised)
+    def _combine(self, message: Tensor) -> Work:
+        """Combine a message with that of all ranks, in place. Under "trust" one's own stands for all."""
+        return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(message)
 
-    def _open_now(self) -> None:
+    def _foreseen(self) -> bytes:
+        """What the engine is about to run, and what it is known not to foretell."""
+        foreseen = bytearray(self._nodes.foreseen())
+        for i in self.protocol.unforeseen:
+            foreseen[i] |= self.params.trainable[i]
+        return bytes(foreseen)
+
+    def _look_at_opening(self, window: Window, *, launches: bool = True) -> None:
         """OPEN has come back, or must be waited for."""
-        window = self.window
-        assert window is not None and window.opening is not None
-        work, combined = window.opening
-        window.opening = None
-        work.wait()
-        self._opened(combined.numpy().tobytes())
-
-    def _opened(self, message: bytes | None) -> None:
-        window = self.window
-        assert window is not None
-        opening = self.protocol.opened(message)
-        if opening.fault is not None:
-            window.fault = opening
+        opening, window.opening = window.opening, None
+        assert opening is not None
+        opening.wait()
+        window.outcome = self.protocol.opened(window.message.numpy().tobytes())
+        if window.outcome.fault is not None:
             return
-        window.disputed = opening.disputed
-        self._count_agreed()
-        self._launch(opening.launch)
-
-    def _count_agreed(self) -> None:
-        sizes = [spec.nbytes for spec in self.params.specs]
         agreed, trainable = self.protocol.agreed, self.params.trainable
         self.counters.bytes_skipped += sum(
-            size for size, used, wanted in zip(sizes, agreed, trainable, strict=True) if wanted and not used
+            spec.nbytes for i, spec in enumerate(self.params.specs) if trainable[i] and not agreed[i]
         )
+        if launches:
+            self._launch(window, window.outcome.launch)
 
     # -- reduce
 
     def _on_grad_ready(self, param_index: int, grad: Tensor) -> None:
         """``grad`` was accumulated into the parameter's ``.grad``."""
-        window = self.window
-        if window is None:
-            if not self._outside_of_windows(param_index, grad):
+        with self.lock:
+            param = self.params.live[param_index]
+            if param is not None and param.grad is None:
+                raise GradientTakenError(
+                    f"{self.where} a hook took the gradient of {self.params.names[param_index]} out of .grad before it "
+                    "could be averaged over ranks.\nFix: step optimizers and clear gradients after backward()."
+                )
+            if self.window is None and not self._begins_outside_of_windows(param_index, grad):
                 return
             window = self.window
-            assert window is not None
-        elif self.params.live[param_index].grad is None:  # type: ignore[union-attr]
-            raise GradientTakenError(
-                f"{self.where} a hook took the gradient of {self.params.names[param_index]} out of .grad before it "
-                "could be averaged over ranks.\nFix: step optimizers and clear gradients after backward()."
-            )
-        if window.fault is not None:
-            return
-        full = self.protocol.ready(param_index)
-        if full:
-            self._launch(full)
-        if window.opening is not None and self._may_open(window, param_index):
-            self._open_now()
+            if window is None or (window.outcome is not None and window.outcome.fault is not None):
+                return
+            window.gradients.note_stream(param_index, grad)
+            self._launch(window, self.protocol.ready(param_index))
+            if window.opening is not None and self._may_look(window, window.opening, param_index):
+                self._look_at_opening(window)
 
-    def _may_open(self, window: Window, param_index: int) -> bool:
-        """Whether to look at OPEN now, in the middle of the backward.
+    def _may_look(self, window: Window, opening: Work, param_index: int) -> bool:
+        """Whether to look at OPEN now, in the middle of the backward: when it is there.
 
-        On a lane of its own: when it is there. On the user's group the first launch must come at the same point of the
-        program on all ranks, whatever the timing: when a first bucket could be full.
+        Where launches must follow the order of the program: when a first bucket could be full.
         """
-        if not self.comm.shares_data_lane:
-            return window.opening is not None and window.opening[0].is_completed()
+        if not self.comm.follows_program_order:
+            return opening.is_completed()
         window.early_bytes += self.params.specs[param_index].nbytes
         return window.early_bytes >= self._limits[0]
 
-    def _outside_of_windows(self, param_index: int, grad: Tensor) -> bool:
-        """A gradient while no window is open. Returns whether one was begun.
+    def _begins_outside_of_windows(self, param_index: int, grad: Tensor) -> bool:
+        """A gradient while no window is open. Returns whether it begins one.
 
         [Note: local] It stays on this rank if its backward is that of a ``no_sync`` forward, or if no synchronising
-        forward is open (a backward through ``model.module``). Else it belongs to an output that could not be seen, and
-        its backward begins here, one gradient late: what stood in ``.grad`` before is worked out from the sum.
+        forward waits for its backward (one through ``model.module``). Else it belongs to an output that could not be
+        seen, and its backward begins here, one gradient late: what stood in ``.grad`` before is worked out from the
+        sum. If nothing was out of sight that is a guess, which OPEN compares between ranks.
         """
         if self._local() is not None or not self.forwards.is_expecting():
             self._touched_locally.add(param_index)
             return False
         param = self.params.live[param_index]
-        assert param is not None and param.grad is not None
+        if param is None or param.grad is None:
+            raise InternalError(f"{self.where} {self.params.names[param_index]} fired without a gradient")
         with torch.no_grad():
             before = None if torch.equal(dense(param.grad), dense(grad)) else param.grad - grad
-        self._begin(None, nested=inside_nested_task(), stood_before={param_index: before})
+        self._begin(None, stood_before={param_index: before})
+        _begin_others()
         return True
 
-    def _launch(self, positions: range, *, empty: bool = False) -> None:
+    def _launch(self, window: Window, positions: range) -> None:
         """Start the all-reduces of these buckets of the plan."""
-        window = self.window
-        assert window is not None
         for position in positions:
-            window.gradients.launch(self.protocol.plan.buckets[position], empty=empty)
+            window.gradients.launch(self.protocol.plan.buckets[position])
 
     # -- close
 
-    def closing_steps(self, *, failed: bool = False) -> Generator[Work, None, None]:
-        """Close the window: yields each control handle to wait for.
+    def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
+        """Close the window: yields each handle to wait for.
 
         ``failed``: this rank's backward raised; take part so that no rank waits, then every other rank raises.
 
@@ -294,111 +294,109 @@ class Reducer:
             KnownDDPError: what the window's fault is, after gradients are back to what they were.
         """
         try:
-            yield from self._closing_steps(failed)
+            yield from self._closing_steps(window, failed)
         except BaseException:
-            if self.window is not None:  # no error of the protocol: those end the window first
+            if self.window is window:  # no error of the protocol: those end the window first
                 self.protocol.break_off()
-                self.window.gradients.restore()
-                self._window_over()
+                self._end(window, restore=True)
             raise
 
-    def _closing_steps(self, failed: bool) -> Generator[Work, None, None]:
-        window, protocol = self.window, self.protocol
-        assert window is not None
+    def _closing_steps(self, window: Window, failed: bool) -> Generator[Work, None, None]:
+        protocol, gradients = self.protocol, window.gradients
         if window.opening is not None:
-            yield window.opening[0]
-            self._open_now()
-        if window.fault is not None:
-            yield from self._end_in_error(window.fault.fault, window.fault.disputed, failed)
-        rest, message = protocol.end(self._hoped(), failed=failed)
-        self._launch(rest, empty=failed)
-        combined = None
-        if message is not None:
-            combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            yield self.comm.combine_or(combined)
-        window.gradients.wait()
-        closing = protocol.closed(combined.numpy().tobytes() if combined is not None else None)
+            yield window.opening
+            self._look_at_opening(window, launches=False)
+        assert window.outcome is not None
+        if window.outcome.fault is not None:
+            raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
+        protocol.end()
+        own_error = self._launch_rest(window, failed)
+        failed = failed or own_error is not None
+        message = _tensor_of(protocol.close(self._promised(window), failed=failed))
+        yield self._combine(message)
+        gradients.wait()
+        closing = protocol.closed(message.numpy().tobytes())
         if closing.fault is not None and closing.fault is not Fault.TRUST:
-            yield from self._end_in_error(closing.fault, (), failed)
-        if failed:  # under "trust" nobody hears of it
-            window.gradients.restore()
-        else:
-            window.gradients.hand_back(closing.touched, closing.late)
+            error = yield from self._error_of(window, closing.fault, (), failed)
+            raise own_error or error
+        gradients.hand_back(closing.touched, closing.late)
         if closing.late_plan is not None:
-            yield from window.gradients.late_round(closing.late_plan)
+            yield from gradients.late_round(closing.late_plan)
         elif closing.fault is Fault.TRUST:
-            window.gradients.keep_late_ones_local(closing.late)
+            gradients.keep_late_ones_local(closing.late)
         if closing.order_due:
             order = torch.tensor(protocol.order_message(), dtype=torch.int64)
             yield self.comm.combine_max(order)
             protocol.learn(order.tolist())
-        protocol.settled()
         self._touched_locally.clear()
         self.counters.backwards_finished += 1
-        self._window_over()
-        self._tell_of_dispute(window)
+        self._end(window, restore=False)
+        self._tell_of_dispute(window.outcome.disputed)
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
-    def _hoped(self) -> bytes:
-        """What the forwards whose outputs took part promised."""
-        window = self.window
-        assert window is not None
-        if self.find_unused:
-            return bytes(len(self.params))
-        visited = [r for r in window.participants if r.visited] or window.participants
-        return self._promised(declared_by_all(visited)) if visited else bytes(len(self.params))
+    def _launch_rest(self, window: Window, failed: bool) -> Exception | None:
+        """Launch what is left, whether full or not. Returns what went wrong on this rank, which peers then hear of."""
+        buckets, gradients = self.protocol.plan.buckets, window.gradients
+        error: Exception | None = None
+        if not failed:
+            try:
+                self._launch(window, range(gradients.num_launched, len(buckets)))
+            except Exception as raised:  # out of memory, say
+                error = raised
+        if failed or error is not None:
+            gradients.launch_empty(buckets[gradients.num_launched :])
+        return error
 
-    # -- errors
+    def _promised(self, window: Window) -> bytes:
+        """What the forwards promised whose outputs took part; with detection nothing is."""
+        records = window.participants
+        if window.begun_at_output:
+            records = [record for record in records if record.visited]
+        return promised_by([] if self.find_unused else records, len(self.params))
 
-    def _testimony(self, failed: bool) -> Testimony:
-        window = self.window
-        declared = declared_by_all(window.participants) if window is not None else frozenset()
-        layout = tuple(f"{str(s.key.dtype).removeprefix('torch.')}{list(s.shape)}" for s in self.params.specs)
-        return Testimony(failed, inside_nested_task(), tuple(self.params.names_of(sorted(declared))), layout)
-
-    def _end_in_error(self, fault: Fault | None, about: tuple[int, ...], failed: bool) -> Generator[Work, None, None]:
-        """Every rank is here. Put gradients back, end the window, hear what the others know, and raise."""
-        window = self.window
-        assert fault is not None and window is not None
-        mine = self._testimony(failed)
+    def _end(self, window: Window, *, restore: bool) -> None:
+        """The window is over; gradients stay as they are, or go back to what they were when it began."""
+        if restore:
+            window.gradients.restore()
         if self.protocol.phase is Phase.SETTLING:
             self.protocol.settled()
-        window.gradients.restore()
-        self._window_over()
-        if fault is Fault.CROSSED:  # ranks are not at the same place, so nothing can be exchanged any more
-            self.protocol.break_off()
-            raise error_for(fault, self.where, (), self.params.names, about)
-        told = yield from self.comm.gather_steps(mine)
-        raise error_for(fault, self.where, told, self.params.names, about)
-
-    def abandon(self) -> None:
-        """This rank's backward raised: finish the window with the others, so that the next one finds all in step."""
-        window = self.window
-        if window is None:
-            return
-        forget(self, window.graph_task)
-        # This rank is raising already, and a failed window ends in an error by design. A lost connection shows at the
-        # next forward (Phase.BROKEN).
-        with contextlib.suppress(Exception):
-            run(self.closing_steps(failed=True))
-
-    def _window_over(self) -> None:
-        window = self.window
-        assert window is not None
-        forget(self, window.graph_task)
         self.window = None
         self.forwards.window_closed()
-        if self.buffers is not None:
+        if self.buffers is not None and self.protocol.phase is not Phase.BROKEN:
             self.buffers.window_over()
 
-    def _tell_of_dispute(self, window: Window) -> None:
+    def _error_of(
+        self, window: Window, fault: Fault, about: tuple[int, ...], failed: bool
+    ) -> Generator[Work, None, KnownDDPError]:
+        """Every rank is here. End the window, hear what the others know, and return the exception to raise."""
+        layout = tuple(f"{str(s.key.dtype).removeprefix('torch.')}{list(s.shape)}" for s in self.params.specs)
+        declared = tuple(self.params.names_of(sorted(declared_by_all(window.participants))))
+        mine = Testimony(failed, inside_nested_task(), window.begun_at_output, declared, layout)
+        self._end(window, restore=True)
+        told: Sequence[Testimony] = ()
+        if fault is Fault.CROSSED:  # ranks are not at the same place, so nothing can be exchanged any more
+            self.protocol.break_off()
+        elif self.protocol.agreement is not Agreement.TRUST:
+            told = yield from self.comm.gather_steps(mine)
+        return error_for(fault, self.where, told, self.params.names, about)
+
+    def _tell_of_dispute(self, disputed: Sequence[int]) -> None:
         """Differing declarations cost bytes: count them, and say so once."""
-        costly = [i for i in window.disputed if self.protocol.agreed[i]]
+        costly = [i for i in disputed if self.protocol.agreed[i]]
         self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
         if costly and not self._warned_of_dispute:
             self._warned_of_dispute = True
             warnings.warn(dispute_message(self.where, self.params.names_of(costly)), stacklevel=2)
+
+
+def _begin_others() -> None:
+    for reducer in sorted(_reducers.values(), key=lambda one: one.number):
+        reducer.begin_if_reached()
+
+
+def _tensor_of(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def _nobody() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,75 +12,89 @@ from typing import Protocol
 from torch import Tensor
 
 from . import _torch_private as private
-from .comm import Work, run_together
+from .comm import Collectives, Work, run_in_turn, run_together
 from .exchange import GradientExchange
 from .forwards import ForwardRecord
 from .protocol import Opening
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Window:
-    """The running window."""
+    """A running window.
 
-    graph_task: int
+    ``message`` is this rank's OPEN, which ``opening`` combines with that of all ranks; None once that was looked at. An
+    ``outcome`` with a fault is raised at the end of the backward, where no wrapper waits for another in turn.
+    """
+
     participants: list[ForwardRecord]
     gradients: GradientExchange
-    end: object  # the mark of the EndOfBackward that closes it, not itself: its destructor must run
-    opening: tuple[Work, Tensor] | None = None
-    fault: Opening | None = None  # the opening was an error: raised at the end, where no rank waits in turn
-    disputed: tuple[int, ...] = ()
+    begun_at_output: bool
+    message: Tensor
+    opening: Work | None
+    outcome: Opening | None = None
     early_bytes: int = 0
 
 
 class Closer(Protocol):
-    """Who has a window to close."""
+    """Who has a window to close. ``number`` tells the order of construction, the same on all ranks."""
 
     window: Window | None
+    number: int
+    lock: threading.RLock
+    comm: Collectives
 
-    def closing_steps(self, *, failed: bool = False) -> Generator[Work, None, None]: ...
-
-    def abandon(self) -> None: ...
-
-
-# Windows that are open, by the graph task whose end closes them. Several wrappers may share one.
-_open: dict[int, list[Closer]] = {}
+    def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]: ...
 
 
-class EndOfBackward:
+class TaskEnd:
     """Queued on the engine: called when the graph task is over, dropped uncalled when it raises.
 
-    So the destructor is where an exception in a backward is noticed, before the caller's ``except`` clause runs and
-    issues collectives of its own (tests/test_failures.py).
+    So the destructor is where an exception in a backward is noticed. On the CPU it runs before the caller's ``except``
+    clause, which may issue collectives of its own (tests/test_failures.py); on an accelerator it may run beside it, on
+    the engine's thread, which the closers' locks allow for.
     """
 
-    def __init__(self, closer: Closer) -> None:
-        self._closer = weakref.ref(closer)
-        self._graph_task = private.current_graph_task()
-        self.mark = object()
+    def __init__(self) -> None:
+        self._windows: list[tuple[Closer, Window]] = []
 
-    def queue(self) -> None:
-        """Bind to the innermost running graph task."""
-        closer = self._closer()
-        assert closer is not None
-        _open.setdefault(self._graph_task, []).append(closer)
-        private.queue_callback(self)
+    @classmethod
+    def of_running_task(cls) -> TaskEnd:
+        """The one of the innermost running graph task. The engine holds the only lasting reference to it."""
+        task = private.current_graph_task()
+        end = _ends.get(task)
+        if end is None:
+            end = _ends[task] = cls()
+            private.queue_callback(end)
+        return end
+
+    def add(self, closer: Closer, window: Window) -> None:
+        """Close ``window`` too."""
+        self._windows.append((closer, window))
 
     def __call__(self) -> None:
-        run_together([closer.closing_steps() for closer in _open.pop(self._graph_task, ())])
+        self._close(failed=False)
 
     def __del__(self) -> None:
-        closer = self._closer()
-        if closer is not None and closer.window is not None and closer.window.end is self.mark:
-            closer.abandon()
+        # The backward is raising already, and a failed window ends in an error by design. A lost connection shows at
+        # the next forward (Phase.BROKEN).
+        with contextlib.suppress(Exception):
+            self._close(failed=True)
+
+    def _close(self, *, failed: bool) -> None:
+        windows, self._windows = self._windows, []
+        with contextlib.ExitStack() as locks:
+            for closer, _ in sorted(windows, key=lambda pair: pair[0].number):
+                locks.enter_context(closer.lock)
+            # A window may be over already: its opening was an error that was raised at once.
+            still_open = [(closer, window) for closer, window in windows if closer.window is window]
+            still_open.sort(key=lambda pair: pair[0].number)
+            steps = [closer.closing_steps(window, failed=failed) for closer, window in still_open]
+            in_turn = any(closer.comm.follows_program_order for closer, _ in still_open)
+            (run_in_turn if in_turn else run_together)(steps)
 
 
-def forget(closer: Closer, graph_task: int) -> None:
-    """The window is over, or is being closed elsewhere."""
-    closers = _open.get(graph_task, [])
-    if closer in closers:
-        closers.remove(closer)
-    if not closers:
-        _open.pop(graph_task, None)
+# By graph task; several wrappers may have windows in one.
+_ends: weakref.WeakValueDictionary[int, TaskEnd] = weakref.WeakValueDictionary()
 
 
 class LocalBackward:

@@ -5,31 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from knownddp.comm import Work
-
-
-class DoneWork:
-    """A collective that is over."""
-
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
+from knownddp.comm import DONE, Work
 
 
 class RecordingCollectives:
     """Stands in for ``knownddp.comm.Collectives``. ``log`` holds (name, bytes) of each collective, in launch order."""
 
-    shares_data_lane = False
+    follows_program_order = False
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
@@ -38,7 +22,7 @@ class RecordingCollectives:
 
     def _record(self, name: str, tensor: Tensor) -> Work:
         self.log.append((name, tensor.numel() * tensor.element_size()))
-        return DoneWork()
+        return DONE
 
     def all_reduce_sum(self, tensor: Tensor) -> Work:
         tensor.mul_(self.world_size)  # every peer sent the same
@@ -55,7 +39,7 @@ class RecordingCollectives:
 
     def gather_steps(self, mine: object) -> Generator[Work, None, list[Any]]:
         self.log.append(("gather", 0))
-        yield DoneWork()
+        yield DONE
         return [mine] * self.world_size
 
     def gather_objects(self, mine: object) -> list[Any]:

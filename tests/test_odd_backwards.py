@@ -1,0 +1,241 @@
+"""Backwards that begin, fail or end in unusual places, on ranks that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, raises_everywhere
+from torch import Tensor, nn
+
+import knownddp.exchange
+from knownddp import KnownDDP, PeerFailedError, RanksDifferError
+
+
+def _loss(model: nn.Module, rank: int, seed: int = 0, **kwargs: Any) -> Tensor:
+    return model(inputs(rank, 5, 3, seed=seed), **kwargs).square().mean()
+
+
+def _step_is_right(plain: nn.Module, model: KnownDDP, rank: int, seed: int = 90) -> None:
+    model.zero_grad(set_to_none=True)
+    _loss(model, rank, seed).backward()
+    assert_grads(model, mean_grads(plain, dist.get_world_size(), lambda m, r: _loss(m, r, seed)))
+
+
+# -- failures between windows and in launches
+
+
+class _FailsInBackward(Skippable):
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:  # type: ignore[override]
+        x = super().forward(x, skip=(2, 3))
+        if fails:
+            x.register_hook(_raise)
+        return super().forward(x, skip=(0, 1))
+
+
+def _raise(_: Tensor) -> None:
+    raise KeyError("bad gradient")
+
+
+def _fails_between_windows(rank: int, failing: int) -> None:
+    """first -> second; ``second``'s backward raises before ``first``'s output is reached: both windows fail everywhere."""
+    plain_first, first = make(Skippable)
+    plain_second, second = make(_FailsInBackward)
+    for step in range(3):
+        first.zero_grad(set_to_none=True)
+        second.zero_grad(set_to_none=True)
+        hidden = first(inputs(rank, 5, 3, seed=step))
+        with pytest.raises(KeyError if rank == failing else PeerFailedError):
+            second(hidden, fails=rank == failing).square().mean().backward()
+        assert all(p.grad is None for m in (first, second) for p in m.parameters())
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == dist.get_world_size()
+        _step_is_right(plain_first, first, rank, seed=step)
+        _step_is_right(plain_second, second, rank, seed=step)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_in_one_wrapper_before_the_backward_reaches_another(ranks, failing):
+    ranks(2, _fails_between_windows, failing)
+
+
+class _Failing:
+    """Raises when the n-th bucket is packed."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+        self.original = knownddp.exchange.FlatBucket
+
+    def __call__(self, specs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("out of memory")
+        return self.original(specs)
+
+    def __enter__(self) -> None:
+        knownddp.exchange.FlatBucket = self  # type: ignore[assignment, misc]
+
+    def __exit__(self, *_: object) -> None:
+        knownddp.exchange.FlatBucket = self.original  # type: ignore[misc]
+
+
+def _fails_to_launch(rank: int, bucket: int) -> None:
+    """Out of memory in the hook of a parameter, or, while nothing was learnt, at the end of the backward."""
+    plain, model = make(bucket_cap_mb=1e-5)
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        loss = _loss(model, rank, step)
+        if rank == 1:
+            with _Failing(bucket), pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            assert "rank 1" in raises_everywhere(loss.backward, PeerFailedError)
+        assert all(p.grad is None for p in model.parameters())
+        _step_is_right(plain, model, rank, seed=step)
+
+
+@pytest.mark.parametrize("bucket", [1, 3, 8])
+def test_running_out_of_memory_in_a_launch_raises_on_all_ranks(ranks, bucket):
+    ranks(3, _fails_to_launch, bucket)
+
+
+# -- gradients past the outputs
+
+
+class _LeavesAside(Skippable):
+    """Its loss is an attribute, beside an output that nobody needs to use."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        out = super().forward(x)
+        self.aside = out.square().mean()
+        return out
+
+
+def _aside(rank: int, keep: bool) -> None:
+    plain, model = make(_LeavesAside)
+    world = dist.get_world_size()
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        output = model(inputs(rank, 5, 3, seed=step))
+        if not keep:
+            del output
+        model.module.aside.backward()
+        assert_grads(model, mean_grads(plain, world, lambda m, r, s=step: _loss(m, r, s)))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_loss_left_aside_by_forward_is_averaged(ranks, keep):
+    ranks(2, _aside, keep)
+
+
+def _open_on_one_rank(rank: int) -> None:
+    """Rank 0 keeps an output; then all go through the inner module. On rank 0 that may be the output's backward."""
+    plain, model = make()
+    _step_is_right(plain, model, rank)
+    kept = _loss(model, rank) if rank == 0 else None
+    model.zero_grad(set_to_none=True)
+    if rank == 0:
+        message = raises_everywhere(lambda: _loss(model.module, rank).backward(), RanksDifferError)
+    else:
+        _loss(model.module, rank).backward()  # local, and rightly so
+        message = raises_everywhere(lambda: _loss(model, rank).backward(), RanksDifferError)
+    assert "on rank 0 a backward reached parameters without passing an output" in message
+    del kept
+    _step_is_right(plain, model, rank)
+
+
+def test_ranks_that_cannot_tell_whether_a_backward_is_the_wrappers_raise(ranks):
+    ranks(2, _open_on_one_rank)
+
+
+# -- what each forward saw
+
+
+def _frozen_in_one_forward(rank: int) -> None:
+    """a is frozen in the first of two forwards; its backward alone promises b only, so nothing is missing after it.
+
+    x is r + 1: b gets (1 + 2) / 2 = 1.5 from the first; a and b as much from the second.
+    """
+    model = KnownDDP(Scales("a", "b"))
+    x = torch.tensor(rank + 1.0)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model.module.a.requires_grad_(False)
+        first = model(x, use="a b")
+        model.module.a.requires_grad_(True)
+        second = model(x, use="a b")
+        reduced = model.stats().bytes_reduced
+        first.backward()
+        assert (model.module.a.grad, model.module.b.grad.item()) == (None, 1.5)
+        assert model.stats().bytes_reduced - reduced == 4
+        second.backward()
+        assert (model.module.a.grad.item(), model.module.b.grad.item()) == (1.5, 3.0)
+
+
+def test_a_forward_promises_what_was_trainable_then(ranks):
+    ranks(2, _frozen_in_one_forward)
+
+
+def _all_frozen(rank: int) -> None:
+    """A saliency map on rank 0: nothing is trainable, so the backward is its own."""
+    plain, model = make()
+    _step_is_right(plain, model, rank)
+    if rank == 0:
+        model.requires_grad_(False)
+        x = inputs(0, 5, 3).requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None
+        model.requires_grad_(True)
+    _step_is_right(plain, model, rank)
+
+
+def test_a_backward_through_a_frozen_module_is_local(ranks):
+    ranks(2, _all_frozen)
+
+
+def _carried_alone_under_trust(rank: int) -> None:
+    """b was touched under no_sync only, x is r + 1: both a and b get (1 + 2) / 2, a twice."""
+    model = KnownDDP(Scales("a", "b"), unused_agreement="trust", bucket_cap_mb=1e-6)
+    x = torch.tensor(rank + 1.0)
+    model(x, use="a b").backward()  # learns the order
+    model.zero_grad(set_to_none=True)
+    with model.no_sync():
+        model(x, use="a b").backward()
+    model(x, use="a", unused_parameters=["b"]).backward()
+    assert (model.module.a.grad.item(), model.module.b.grad.item()) == (3.0, 1.5)
+
+
+def test_what_an_accumulated_backward_touched_is_averaged_under_trust(ranks):
+    ranks(2, _carried_alone_under_trust)
+
+
+# -- one lane for several wrappers
+
+
+def _sharing_the_users_group(rank: int) -> None:
+    """Two wrappers and the user's collectives on one group, unlike sizes: they must pair up by the program's order."""
+    plain_first, first = make(Skippable, own_group=False)
+    plain_second, second = make(lambda: Skippable(depth=2), own_group=False, bucket_cap_mb=1e-5)
+    both = nn.ModuleList([plain_first, plain_second])
+    for step in range(4):
+        first.zero_grad(set_to_none=True)
+        second.zero_grad(set_to_none=True)
+
+        def loss_of(module: nn.ModuleList, r: int, step: int = step) -> Tensor:
+            hidden = module[0](inputs(r, 5, 3, seed=step), skip=(r,) if step else ())
+            return module[1](hidden).square().mean()
+
+        loss_of(nn.ModuleList([first, second]), rank).backward()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 3
+        wanted = mean_grads(both, 3, loss_of)
+        assert_grads(first, {k.removeprefix("0."): v for k, v in wanted.items() if k.startswith("0.")})
+        assert_grads(second, {k.removeprefix("1."): v for k, v in wanted.items() if k.startswith("1.")})
+
+
+def test_two_wrappers_on_the_users_own_group(ranks):
+    ranks(3, _sharing_the_users_group)
