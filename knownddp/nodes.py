@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -70,13 +70,17 @@ class GradientNodes:
                 handle.remove()
                 self._handles[i] = None
 
-    def foreseen(self) -> bytes:
-        """A byte for each parameter: 1 if the running backward is going to accumulate its gradient.
+    def foreseen(self, unforeseen: Iterable[int] = ()) -> bytes:
+        """A byte for each parameter: 1 if the running backward is going to accumulate its gradient, as far as known.
 
-        Nodes inside a reentrant checkpoint belong to a task of their own, which the outer one does not know.
+        Nodes inside a reentrant checkpoint belong to a task of their own, which the outer one does not know: those in
+        ``unforeseen`` count as foreseen.
         """
         will_execute = private.will_execute
-        return bytes(node is not None and will_execute(node) for node in self._nodes)
+        foreseen = bytearray(node is not None and will_execute(node) for node in self._nodes)
+        for i in unforeseen:
+            foreseen[i] = 1
+        return bytes(foreseen)
 
     def is_reached(self) -> bool:
         """Whether the running backward is going to accumulate any of the gradients."""

@@ -188,7 +188,10 @@ class Reducer:
         participants = self.forwards.participants(begun_by)
         gradients = GradientExchange(self.params, self.comm, self.counters, stood_before or {})
         declared = declared_by_all(participants)
-        expected = self._foreseen() if self.find_unused else promised_by(participants, len(self.params))
+        if self.find_unused:
+            expected = self._nodes.foreseen([i for i in self.protocol.unforeseen if self.params.trainable[i]])
+        else:
+            expected = promised_by(participants, len(self.params))
         carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
         message = _tensor_of(
             self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested, guessed=guessed)
@@ -204,13 +207,6 @@ class Reducer:
     def _combine(self, message: Tensor) -> Work:
         """Combine a message with that of all ranks, in place. Under "trust" one's own stands for all."""
         return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(message)
-
-    def _foreseen(self) -> bytes:
-        """What the engine is about to run, and what it is known not to foretell."""
-        foreseen = bytearray(self._nodes.foreseen())
-        for i in self.protocol.unforeseen:
-            foreseen[i] |= self.params.trainable[i]
-        return bytes(foreseen)
 
     def _look_at_opening(self, window: Window, *, launches: bool = True) -> None:
         """OPEN has come back, or must be waited for."""
@@ -245,18 +241,8 @@ class Reducer:
                 return
             window.gradients.note_stream(param_index, grad)
             self._launch(window, self.protocol.ready(param_index))
-            if window.opening is not None and self._may_look(window, window.opening, param_index):
+            if window.may_look_at_opening(self.comm, self.params.specs[param_index].nbytes, self._limits[0]):
                 self._look_at_opening(window)
-
-    def _may_look(self, window: Window, opening: Work, param_index: int) -> bool:
-        """Whether to look at OPEN now, in the middle of the backward: when it is there.
-
-        Where launches must follow the order of the program: when a first bucket could be full.
-        """
-        if not self.comm.follows_program_order:
-            return opening.is_completed()
-        window.early_bytes += self.params.specs[param_index].nbytes
-        return window.early_bytes >= self._limits[0]
 
     def _begins_outside_of_windows(self, param_index: int, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.

@@ -34,6 +34,18 @@ class Window:
     outcome: Opening | None = None
     early_bytes: int = 0
 
+    def may_look_at_opening(self, comm: Collectives, nbytes: int, first_cap_bytes: int) -> bool:
+        """Whether to look at OPEN in the middle of the backward, ``nbytes`` more being ready: when it is there.
+
+        Where launches must follow the order of the program: when a first bucket could be full.
+        """
+        if self.opening is None:
+            return False
+        if not comm.follows_program_order:
+            return self.opening.is_completed()
+        self.early_bytes += nbytes
+        return self.early_bytes >= first_cap_bytes
+
 
 class Closer(Protocol):
     """Who has a window to close. ``number`` tells the order of construction, the same on all ranks."""

@@ -107,8 +107,8 @@ def _loss(module: nn.Module, rank: int, number: int, step: Step, **kwargs: Any) 
 
 
 def _expected(plain: nn.Module, script: Script, world_size: int) -> list[dict[str, Tensor | None]]:
-    """What each synchronised step leaves in .grad on all ranks, by the definition: the mean over ranks of what was there
-    plus the local gradient, for whatever any rank touched since the last synchronisation."""
+    """What each synchronised step leaves in .grad on all ranks, by the definition: the mean over ranks of what was
+    there plus the local gradient, for whatever any rank touched since the last synchronisation."""
     replicas = [copy.deepcopy(plain) for _ in range(world_size)]
     touched: set[str] = set()
     results = []

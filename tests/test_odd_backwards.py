@@ -40,7 +40,7 @@ def _raise(_: Tensor) -> None:
 
 
 def _fails_between_windows(rank: int, failing: int) -> None:
-    """first -> second; ``second``'s backward raises before ``first``'s output is reached: both windows fail everywhere."""
+    """first -> second; ``second``'s backward raises before ``first``'s output is reached: both windows fail."""
     plain_first, first = make(Skippable)
     plain_second, second = make(_FailsInBackward)
     for step in range(3):
