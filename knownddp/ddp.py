@@ -219,7 +219,7 @@ class KnownDDP(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_failed(self, record: ForwardRecord) -> None:
-        self._reducer.forwards.end(record, failed=True)
+        self._reducer.forwards.end(record, is_over=True)
 
     def _resolve(self, unused: Unused | None) -> frozenset[int]:
         """What ``unused`` names; an error says on which rank."""
@@ -245,11 +245,7 @@ class KnownDDP(nn.Module):
             DeclarationError: there is no such call.
         """
         declared = self._resolve(parameters)
-        if (
-            not self._reducer.forwards.mark_unused(declared)
-            and not self._forwards_without_record
-            and torch.is_grad_enabled()
-        ):
+        if not self._reducer.forwards.mark_unused(declared) and torch.is_grad_enabled():
             raise DeclarationError(
                 f"{self._reducer.where} mark_unused found no call to mark: "
                 "none is running, and the last one had its backward or its outputs are gone.\n"

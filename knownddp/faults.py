@@ -96,8 +96,13 @@ def error_for(
     )
 
 
-def unfinished_message(where: str, rank: int, names: Sequence[str], missing: Sequence[int]) -> str:
-    """The text of UnfinishedBackwardError; it keeps the phrases that DistributedDataParallel's users search for."""
+def unfinished_message(
+    where: str, rank: int, names: Sequence[str], missing: Sequence[int], stock_indices: Sequence[int]
+) -> str:
+    """The text of UnfinishedBackwardError; it keeps the phrases that DistributedDataParallel's users search for.
+
+    ``stock_indices`` are the numbers by which DistributedDataParallel would call the ``missing`` parameters.
+    """
     return (
         f"{where} Expected to have finished reduction in the prior iteration before starting a new "
         f"one: {len(missing)} of {len(names)} parameters were expected to receive a gradient and received none on any "
@@ -106,7 +111,7 @@ def unfinished_message(where: str, rank: int, names: Sequence[str], missing: Seq
         "Fix: declare them, forward(..., unused_parameters=[...]); or enable detection by passing the keyword argument "
         "`find_unused_parameters=True` to KnownDDP; or make sure that all `forward` function outputs participate in "
         "calculating loss.\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, stock_indices))}"
     )
 
 

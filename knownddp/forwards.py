@@ -83,12 +83,13 @@ class ForwardLog:
         self._running.append(record)
         return record
 
-    def end(self, record: ForwardRecord, *, failed: bool) -> None:
-        """The forward is over; one that raised leaves no trace."""
+    def end(self, record: ForwardRecord, *, is_over: bool) -> None:
+        """The forward has run. ``is_over``: no backward can follow (it raised, or nothing requires a gradient)."""
         record.is_running = False
         self._running.remove(record)
-        if failed:
+        if is_over:
             self._alive.discard(record)
+            self._last = None
         else:
             self._last = weakref.ref(record)
             self._is_unanswered |= record.synchronises

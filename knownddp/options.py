@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def gather_options(
             raise NotImplementedError(f"KnownDDP does not support {name}={value!r} yet; leave it at {NOT_YET[name]!r}")
     if broadcast_buffers is not None:
         _warn_of_broadcast_buffers(forward_sync_buffers)
-    if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise ArgumentError(f"bucket_cap_mb is a size in MiB and must be positive, got {bucket_cap_mb}")
     try:
         agreement = Agreement(unused_agreement)

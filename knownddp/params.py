@@ -81,6 +81,7 @@ class ManagedParams:
         self._covered: dict[int | str, frozenset[int]] = {}
         self._index_of_id = {id(param): i for i, param in enumerate(self.live)}
         self.trainable: list[bool] = []
+        self._was_trainable = [param.requires_grad for param in self.live if param is not None]
         self.specs: list[ParamSpec] = []
         self._canonical: list[tuple[int, ...]] = []
         self._state: list[object] = []
@@ -268,6 +269,10 @@ class ManagedParams:
         if not prefix:
             return set(self._index_of_place)
         return {place for place in self._index_of_place if place == prefix or place.startswith(prefix + ".")}
+
+    def stock_indices(self, indices: Sequence[int]) -> list[int]:
+        """The numbers that DistributedDataParallel would give them: it counts only what was trainable when wrapped."""
+        return [sum(self._was_trainable[:i]) for i in indices if self._was_trainable[i]]
 
     def names_of(self, indices: Sequence[int]) -> list[str]:
         """Qualified names."""

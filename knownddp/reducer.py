@@ -118,7 +118,9 @@ class Reducer:
             missing = self.protocol.unmet()
             self.protocol.forward_begins()
         if missing:
-            raise UnfinishedBackwardError(unfinished_message(self.where, self.comm.rank, self.params.names, missing))
+            stock_indices = self.params.stock_indices(missing)
+            text = unfinished_message(self.where, self.comm.rank, self.params.names, missing, stock_indices)
+            raise UnfinishedBackwardError(text)
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward, reading the parameters as they are now."""
@@ -132,8 +134,9 @@ class Reducer:
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
-        self.forwards.end(record, failed=False)
-        if any(record.trainable):  # else its backward is none of ours
+        expects_backward = torch.is_grad_enabled() and any(record.trainable)
+        self.forwards.end(record, is_over=not expects_backward)
+        if expects_backward:
             self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
 
     def statistics(self) -> ReducerStatistics:

@@ -28,7 +28,7 @@ from steps import (
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from knownddp import KnownDDP
+from knownddp import KnownDDP, PeerFailedError
 
 
 def _mlp() -> nn.Module:
@@ -69,6 +69,14 @@ def _backward_failed(model: KnownDDP, rank: int) -> None:
         y.sum().backward()
 
 
+def _peers_backward_failed(model: KnownDDP, rank: int) -> None:
+    y = model(inputs(rank, 5, 3))
+    if rank == 0:
+        y.register_hook(_fail)
+    with pytest.raises(KeyError if rank == 0 else PeerFailedError):
+        y.sum().backward()
+
+
 def _fail(_: Tensor) -> None:
     raise KeyError("bad gradient")
 
@@ -95,7 +103,8 @@ def _dropped(rank: int, before: Callable[[KnownDDP, int], None], cap: float | No
 
 
 @pytest.mark.parametrize(
-    "before", [_never_called, _trained, _accumulated, _declared, _forward_failed, _backward_failed]
+    "before",
+    [_never_called, _trained, _accumulated, _declared, _forward_failed, _backward_failed, _peers_backward_failed],
 )
 @setups
 def test_a_dropped_wrapper_is_freed_at_once_and_its_module_trains_alone(ranks, world_size, cap, before):

@@ -160,7 +160,7 @@ def test_same_compares_declarations_not_use(ranks, world_size):
 
 
 def _same_over_two_calls(rank: int) -> list[float | None]:
-    """Rank 0 declares other parameters in each call, so none for the backward of both, as rank 1, which declares none."""
+    """Rank 0 declares another parameter in each call, so none for the backward of both; rank 1 declares none at all."""
     _, model = make(lambda: Scales("a", "b", "c"), unused_agreement="same")
     for _ in range(2):
         model.zero_grad()
