@@ -181,15 +181,13 @@ def _after(work: Work, steps: Generator[Work, None, T]) -> Work:
 
 def run_in_turn(several: Sequence[Generator[Work, None, None]]) -> None:
     """Go through several sequences of steps one after the other. The first exception is raised when all have ended."""
-    _raise_first([error for steps in several if (error := _error_of(steps)) is not None])
-
-
-def _error_of(steps: Generator[Work, None, None]) -> Exception | None:
-    try:
-        run(steps)
-    except Exception as error:
-        return error
-    return None
+    errors: list[Exception] = []
+    for steps in several:
+        try:
+            run(steps)
+        except Exception as error:
+            errors.append(error)
+    _raise_first(errors)
 
 
 def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
@@ -197,8 +195,6 @@ def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
 
     Peers may wait for them in any order. The first exception is raised when all have ended.
     """
-    if len(several) < 2:
-        return run_in_turn(several)
     errors: list[Exception] = []
     waiting: list[tuple[Generator[Work, None, None], Work]] = []
 
@@ -214,12 +210,19 @@ def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
         advance(steps, DONE)
     while waiting:
         advance(*waiting.pop(_wait_any([work for _, work in waiting]) if len(waiting) > 1 else 0))
-    return _raise_first(errors)
+    del advance  # a cycle with its own cell
+    _raise_first(errors)
 
 
-def _raise_first(errors: Sequence[Exception]) -> None:
-    if errors:
-        raise errors[0]
+def _raise_first(errors: list[Exception]) -> None:
+    """Leaves no reference behind in the frames that the exception's traceback holds: that would be a cycle."""
+    first = errors[0] if errors else None
+    errors.clear()
+    try:
+        if first is not None:
+            raise first
+    finally:
+        del first
 
 
 def _wait_any(works: Sequence[Work]) -> int:

@@ -245,7 +245,7 @@ class KnownDDP(nn.Module):
             DeclarationError: there is no such call.
         """
         declared = self._resolve(parameters)
-        if not self._reducer.forwards.mark_unused(declared) and torch.is_grad_enabled():
+        if not self._reducer.forwards.mark_unused(declared):
             raise DeclarationError(
                 f"{self._reducer.where} mark_unused found no call to mark: "
                 "none is running, and the last one had its backward or its outputs are gone.\n"

@@ -56,11 +56,6 @@ class GradientExchange:
             if param is not None and grad is not None:
                 param.grad = None
 
-    @property
-    def num_launched(self) -> int:
-        """How many buckets are on their way; one whose launch failed is not."""
-        return len(self._flights)
-
     def note_stream(self, param_index: int, grad: Tensor) -> None:
         """Remember on which stream ``grad`` was accumulated: the bucket may be packed from another."""
         if grad.is_cuda:
@@ -101,7 +96,27 @@ class GradientExchange:
                     current.wait_stream(stream)
                     grad.record_stream(current)
 
-    def launch_empty(self, buckets: Sequence[BucketSpec]) -> None:
+    def launch_rest(self, buckets: Sequence[BucketSpec], *, failed: bool) -> Exception | None:
+        """Launch what is left of ``buckets``, whether full or not: peers wait for it.
+
+        Returns what went wrong here (out of memory, say), or None. Either way everything is launched, unless the
+        connection is lost. ``failed``: this rank failed already.
+        """
+        error: Exception | None = None
+        if not failed:
+            try:
+                for bucket in buckets[len(self._flights) :]:
+                    self.launch(bucket)
+            except Exception as raised:
+                error = raised
+        if failed or error is not None:
+            self._launch_empty(buckets[len(self._flights) :])
+        try:
+            return error
+        finally:
+            del error  # in the frame that its traceback holds it would be a cycle, and keep the model alive
+
+    def _launch_empty(self, buckets: Sequence[BucketSpec]) -> None:
         """This rank failed: take part in what peers wait for. Nobody will use the result, so all share one tensor.
 
         Gradients are put back first, which frees the memory of local ones: running out of it may be what failed.

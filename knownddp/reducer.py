@@ -78,6 +78,7 @@ class Reducer:
         self._touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _nobody
         self._warned_of_dispute = False
+        self._is_off = False
         self._signature = params.signature()
         self._nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
@@ -89,6 +90,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
+        self._is_off = True
         self._nodes.remove()
 
     # -- forward
@@ -134,7 +136,7 @@ class Reducer:
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
-        expects_backward = torch.is_grad_enabled() and any(record.trainable)
+        expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
         self.forwards.end(record, is_over=not expects_backward)
         if expects_backward:
             self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
@@ -153,6 +155,8 @@ class Reducer:
     def on_output_grad(self, record: ForwardRecord) -> None:
         """An output's gradient is known: a backward has begun, or ``torch.autograd.grad`` runs."""
         with self.lock:
+            if self._is_off:
+                return
             if self.window is not None:
                 if record.synchronises:
                     self.forwards.visit(record)
@@ -299,7 +303,7 @@ class Reducer:
         if window.outcome.fault is not None:
             raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
         protocol.end()
-        own_error = self._launch_rest(window, failed)
+        own_error = gradients.launch_rest(protocol.plan.buckets, failed=failed)
         failed = failed or own_error is not None
         message = _tensor_of(protocol.close(self._promised(window), failed=failed))
         yield self._combine(message)
@@ -307,7 +311,10 @@ class Reducer:
         closing = protocol.closed(message.numpy().tobytes())
         if closing.fault is not None and closing.fault is not Fault.TRUST:
             error = yield from self._error_of(window, closing.fault, (), failed)
-            raise own_error or error
+            try:
+                raise own_error or error
+            finally:
+                del own_error, error  # else a cycle through the traceback keeps the model alive
         gradients.hand_back(closing.touched, closing.late)
         if closing.late_plan is not None:
             yield from gradients.late_round(closing.late_plan)
@@ -323,19 +330,6 @@ class Reducer:
         self._tell_of_dispute(window.outcome.disputed)
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
-
-    def _launch_rest(self, window: Window, failed: bool) -> Exception | None:
-        """Launch what is left, whether full or not. Returns what went wrong on this rank, which peers then hear of."""
-        buckets, gradients = self.protocol.plan.buckets, window.gradients
-        error: Exception | None = None
-        if not failed:
-            try:
-                self._launch(window, range(gradients.num_launched, len(buckets)))
-            except Exception as raised:  # out of memory, say
-                error = raised
-        if failed or error is not None:
-            gradients.launch_empty(buckets[gradients.num_launched :])
-        return error
 
     def _promised(self, window: Window) -> bytes:
         """What the forwards promised whose outputs took part; with detection nothing is."""

@@ -101,7 +101,7 @@ class TaskEnd:
             still_open = [(closer, window) for closer, window in windows if closer.window is window]
             still_open.sort(key=lambda pair: pair[0].number)
             steps = [closer.closing_steps(window, failed=failed) for closer, window in still_open]
-            in_turn = any(closer.comm.follows_program_order for closer, _ in still_open)
+            in_turn = len(still_open) < 2 or any(closer.comm.follows_program_order for closer, _ in still_open)
             (run_in_turn if in_turn else run_together)(steps)
 
 
