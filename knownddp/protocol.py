@@ -293,6 +293,11 @@ class WindowProtocol:
         self._next = position
         return range(first, position)
 
+    @property
+    def has_fired(self) -> bool:
+        """Whether any gradient came on this rank."""
+        return any(self._fired)
+
     def end(self) -> range:
         """The backward is over. Returns the buckets still to launch, in plan order, whether full or not: peers wait."""
         self._move(Phase.REDUCING, Phase.CLOSING)

@@ -332,11 +332,15 @@ class Reducer:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
     def _promised(self, window: Window) -> bytes:
-        """What the forwards promised whose outputs took part; with detection nothing is."""
+        """What the forwards promised whose outputs took part.
+
+        Nothing with detection, nor on a rank whose backward reached no parameter (a constant loss), as in stock DDP.
+        """
         records = window.participants
         if window.begun_at_output:
             records = [record for record in records if record.visited]
-        return promised_by([] if self.find_unused else records, len(self.params))
+        promises = self.protocol.has_fired and not self.find_unused
+        return promised_by(records if promises else (), len(self.params))
 
     def _end(self, window: Window, *, restore: bool) -> None:
         """The window is over; gradients stay as they are, or go back to what they were when it began."""

@@ -43,6 +43,8 @@ def _serve(rank: int, world_size: int, folder: str, orders: Connection) -> None:
         timeout = timedelta(seconds=GROUP_TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         dist.barrier()
+        gc.collect()
+        gc.freeze()  # the collection after each task then looks at what the task made, not at torch's modules
         orders.send(("ready", None))
         while True:
             try:
