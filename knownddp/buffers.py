@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import _torch_private as private
 from .comm import Collectives, Work
+from .errors import ModelError, shorten
 
 # Stock DDP broadcasts a model in pieces of this size.
 CHUNK_BYTES = 250 * 2**20
@@ -23,6 +24,20 @@ def named_buffers(module: nn.Module, ignored: Iterable[str]) -> dict[str, Tensor
     """The module's buffers as they are now, without ignored ones. Modules may replace a buffer at any time."""
     left_out = set(ignored)
     return {name: buffer for name, buffer in module.named_buffers() if name not in left_out}
+
+
+def check_writable(buffers: dict[str, Tensor]) -> None:
+    """Refuse buffers that cannot be overwritten with rank 0's.
+
+    Raises:
+        ModelError: elements of a buffer share memory (it was made by ``expand``).
+    """
+    shared = [n for n, b in buffers.items() if any(k > 1 and s == 0 for k, s in zip(b.shape, b.stride(), strict=True))]
+    if shared:
+        raise ModelError(
+            f"buffers whose elements share memory cannot be brought to rank 0's values: {shorten(shared)}.\n"
+            "Fix: register them with .contiguous()."
+        )
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:

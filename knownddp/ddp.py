@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
 from .agreement import agree, fix_strides, report_on, tell, warn_of_moved
-from .buffers import BufferSync, broadcast_from_rank_0, named_buffers
+from .buffers import BufferSync, broadcast_from_rank_0, check_writable, named_buffers
 from .comm import Collectives, destroy_retired
 from .errors import DeclarationError, ModelError, PeerError, UsageError
 from .forwards import ForwardRecord
@@ -116,6 +116,8 @@ class KnownDDP(nn.Module):
             refuse_own_unused_argument(module)
             params = ManagedParams(module)
             params.check()
+            if self._options.init_sync_buffers or self._options.forward_sync_buffers:
+                check_writable(named_buffers(module, params.ignored))
         except Exception as error:
             # Whatever is wrong here must not leave the other ranks waiting in the agreement.
             if init_sync:
@@ -209,7 +211,8 @@ class KnownDDP(nn.Module):
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if synchronises and private.current_graph_task() == private.NO_GRAPH_TASK:
             self._reducer.check_finished(judges=self.module.training)
-            if self._buffer_sync is not None and self.module.training:
+            # Rank 0 only sends, and peers may wait; they take no new values while they evaluate.
+            if self._buffer_sync is not None and (self.module.training or self._reducer.comm.rank == 0):
                 self._buffer_sync.exchange(apply=True)
         return self._reducer.forward_begins(declared, synchronises=synchronises)
 
@@ -245,6 +248,8 @@ class KnownDDP(nn.Module):
             DeclarationError: there is no such call.
         """
         declared = self._resolve(parameters)
+        if private.current_graph_task() != private.NO_GRAPH_TASK and torch.is_grad_enabled():
+            return  # a checkpoint runs the module again: it was told the first time
         if not self._reducer.forwards.mark_unused(declared):
             raise DeclarationError(
                 f"{self._reducer.where} mark_unused found no call to mark: "

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .comm import DONE, Collectives, Work
+from .errors import GradientTakenError
 from .flat import FlatBucket, is_dense, sparse_share, with_strides_of
-from .params import ManagedParams
+from .params import NOTHING, ManagedParams
 from .plan import BucketPlan, BucketSpec
 from .specs import BucketKey
 from .stats import Counters
@@ -23,6 +24,9 @@ class Flight:
     bucket: BucketSpec
     work: Work
     means: list[Tensor]  # one a parameter, in the bucket's order
+
+
+_open: list[GradientExchange] = []
 
 
 class GradientExchange:
@@ -49,24 +53,40 @@ class GradientExchange:
         self._stood_before = stood_before
         self._flights: list[Flight] = []
         self._has_travelled = bytearray(len(params))  # what was held back is on its way
+        self._has_fired = bytearray(len(params))
         self._late_means: dict[int, Tensor] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self.held_back: list[Tensor | None] = [p.grad if p is not None else None for p in params.live]
-        for param, grad in zip(params.live, self.held_back, strict=True):
+        # Wrappers may share parameters. In one backward a parameter belongs to the first that began; for the others it
+        # is as if it were not there.
+        held: set[int] = set().union(*(other.ids for other in _open))
+        self.ids: set[int] = {id(param) for param in params.live} - held
+        self.elsewhere = frozenset(i for i, param in enumerate(params.live) if id(param) in held) if held else NOTHING
+        self._live = [param if i not in self.elsewhere else None for i, param in enumerate(params.live)]
+        _open.append(self)
+        self.held_back: list[Tensor | None] = [p.grad if p is not None else None for p in self._live]
+        for param, grad in zip(self._live, self.held_back, strict=True):
             if param is not None and grad is not None:
                 param.grad = None
 
-    def note_stream(self, param_index: int, grad: Tensor) -> None:
-        """Remember on which stream ``grad`` was accumulated: the bucket may be packed from another."""
+    def release(self) -> None:
+        """The window is over: other wrappers may have the parameters."""
+        _open.remove(self)
+
+    def note(self, param_index: int, grad: Tensor) -> None:
+        """``grad`` was accumulated. Remember on which stream: its bucket may be packed from another."""
+        self._has_fired[param_index] = 1
         if grad.is_cuda:
             self._streams[param_index] = torch.cuda.current_stream(grad.device)
 
     @torch.no_grad()
     def launch(self, bucket: BucketSpec) -> None:
         """Pack what this rank has for ``bucket`` and start its all-reduce."""
-        live, specs = self._params.live, [self._params.specs[i] for i in bucket.param_indices]
+        live, specs = self._live, [self._params.specs[i] for i in bucket.param_indices]
         grads = [param.grad if (param := live[i]) is not None else None for i in bucket.param_indices]
         held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
+        for i, grad in zip(bucket.param_indices, grads, strict=True):
+            if grad is None and self._has_fired[i] and not self._has_travelled[i] and i not in self._stood_before:
+                raise gradient_taken(self._params.names[i])
         self._wait_for_streams(bucket, grads)
         if bucket.is_sparse:
             flat = sparse_share(grads[0], held_back[0], specs[0], self._comm.world_size)
@@ -178,7 +198,7 @@ class GradientExchange:
     def keep_late_ones_local(self, late: Collection[int]) -> None:
         """Under "trust" nobody else knows of them: they stay this rank's own, added to what is there."""
         for i in late:
-            param = self._params.live[i]
+            param = self._live[i]
             before = self._late_means.get(i, self.held_back[i])
             if param is not None and before is not None:
                 param.grad = before if param.grad is None else before + param.grad
@@ -189,13 +209,13 @@ class GradientExchange:
             self._set(i, self._stood_before.get(i, before))
 
     def _set(self, i: int, grad: Tensor | None) -> None:
-        param = self._params.live[i]
+        param = self._live[i]
         if param is not None:
             param.grad = grad
 
     def _set_mean(self, i: int, mean: Tensor) -> None:
         """In the tensor that was there, for whoever holds on to it; if none was, in the parameter's own strides."""
-        param, before = self._params.live[i], self.held_back[i]
+        param, before = self._live[i], self.held_back[i]
         if param is None:
             return
         if before is not None and _can_take(before, mean):
@@ -214,4 +234,18 @@ def _can_take(before: Tensor, mean: Tensor) -> bool:
         and not before.requires_grad
         and not before.is_inference()
         and is_dense(before.shape, before.stride())
+    )
+
+
+def is_held_elsewhere(param: Tensor, here: GradientExchange | None) -> bool:
+    """Whether an open window of another wrapper has ``param``."""
+    alone = len(_open) == (here is not None)  # the usual case, at no cost
+    return not alone and any(other is not here and id(param) in other.ids for other in _open)
+
+
+def gradient_taken(name: str) -> GradientTakenError:
+    """The exception for a ``.grad`` that is gone before it could be averaged."""
+    return GradientTakenError(
+        f"a hook took the gradient of {name} out of .grad before it could be averaged over ranks.\n"
+        "Fix: step optimizers and clear gradients after backward()."
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch_private as private
@@ -18,11 +18,7 @@ MAX_KEPT = 64
 
 
 class ForwardRecord:
-    """One call of the wrapper with gradients on.
-
-    It lives as long as the hooks on its outputs do, that is, as long as their graph. It must not hold what would keep
-    the graph alive longer: ``sources`` are the nodes *behind* each output's own node, which that node holds anyway.
-    """
+    """One call of the wrapper. It lives as long as a hook on one of its outputs does: as long as their graph."""
 
     __slots__ = (
         "__weakref__",
@@ -44,22 +40,33 @@ class ForwardRecord:
         self.visited = False  # an output's hook fired in the current window
         self.took_part = False  # it was taken to take part in the current window
         self.was_closed = False  # a window in which it took part is over
-        self.sources: list[list[Node]] = []
-
-    def watch(self, output: Tensor) -> None:
-        """Remember where the engine can be asked whether ``output``'s node takes part."""
-        node = output.grad_fn
-        if node is not None:
-            behind = [n for n, _ in node.next_functions if n is not None]
-            self.sources.append([n for n in behind if not hasattr(n, "variable")] or behind)
+        self.sources: weakref.WeakSet[OutputSource] = weakref.WeakSet()
 
     def takes_part(self) -> bool:
         """Whether the running backward reaches one of the outputs, as far as can be told."""
-        if self.visited:
-            return True
+        return self.visited or any(source.will_run() for source in self.sources)
+
+
+class OutputSource:
+    """Where the engine can be asked whether a backward comes through an output: the nodes *behind* the output's own.
+
+    The output's hook holds it, and the record does not: an output may be computed from another of the same forward, so
+    its nodes lead to the other's hook, and a record that held them would never be freed.
+    """
+
+    __slots__ = ("__weakref__", "nodes", "record")
+
+    def __init__(self, output: Tensor, record: ForwardRecord) -> None:
+        self.record = record
+        behind = [n for n, _ in output.grad_fn.next_functions if n is not None] if output.grad_fn is not None else []
+        self.nodes = [n for n in behind if not hasattr(n, "variable")] or behind
+        record.sources.add(self)
+
+    def will_run(self) -> bool:
+        """Whether the running backward goes through all of them."""
         try:
-            return any(bool(nodes) and all(map(private.will_execute, nodes)) for nodes in self.sources)
-        except RuntimeError:
+            return bool(self.nodes) and all(map(private.will_execute, self.nodes))
+        except RuntimeError:  # no backward runs, or it is torch.autograd.grad
             return False
 
 
@@ -105,7 +112,7 @@ class ForwardLog:
         record.declared = record.declared.union(declared)
         return True
 
-    def watch(self, output: object, record: ForwardRecord, on_grad: Callable[[Tensor], None]) -> None:
+    def watch(self, output: object, record: ForwardRecord, on_grad: Callable[[OutputSource, Tensor], None]) -> None:
         """Call ``on_grad`` when the gradient of a tensor in ``output`` is known.
 
         What cannot be hooked (nothing was found, or a managed parameter itself) is out of sight, as is a part of
@@ -120,8 +127,8 @@ class ForwardLog:
                 is_hidden = True
                 continue
             watched = True
-            record.watch(tensor)
-            handle = tensor.register_hook(on_grad)  # type: ignore[no-untyped-call]
+            hook = functools.partial(on_grad, OutputSource(tensor, record))
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             if tensor.is_leaf:  # the user's own tensor, which would collect hooks from call to call
                 self._leaf_hooks = [(leaf, h) for leaf, h in self._leaf_hooks if leaf() is not None]
                 self._leaf_hooks.append((weakref.ref(tensor), handle))
@@ -133,7 +140,7 @@ class ForwardLog:
 
         It is forgotten once a window was closed and the next synchronising forward begins.
         """
-        record.sources.clear()  # they would keep the graph alive
+        self._alive.add(record)
         if record not in self._kept:
             self._kept.append(record)
 
@@ -153,12 +160,16 @@ class ForwardLog:
         """Whether the running backward goes through an output of an open forward, as far as can be told."""
         return any(record.takes_part() for record in self._alive)
 
-    def participants(self, begun_by: ForwardRecord | None) -> list[ForwardRecord]:
+    def is_visited(self) -> bool:
+        """Whether a hook of an output fired in the running backward."""
+        return any(record.visited for record in self._alive)
+
+    def participants(self) -> list[ForwardRecord]:
         """The forwards whose graph the running backward goes through.
 
         Those out of sight count while they are open. If none can be told, all that are open.
         """
-        found = [r for r in self._alive if r is begun_by or r.takes_part() or r in self._kept] or list(self._alive)
+        found = [r for r in self._alive if r.takes_part() or r in self._kept] or list(self._alive)
         for record in found:
             record.took_part = True
         return found

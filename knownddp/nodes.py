@@ -19,11 +19,11 @@ class GradientNodes:
 
     Args:
         num_params: how many parameters there are.
-        on_ready: called with a parameter's index and a *defined* gradient, after it was accumulated into ``.grad``.
-            Held weakly: hooks die with the object it is a method of.
+        on_ready: called with a parameter's index and its gradient, after it was accumulated into ``.grad``; with None
+            if the gradient is undefined. Held weakly: hooks die with the object it is a method of.
     """
 
-    def __init__(self, num_params: int, on_ready: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(self, num_params: int, on_ready: Callable[[int, torch.Tensor | None], None]) -> None:
         self._on_ready = weakref.WeakMethod(on_ready)
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
@@ -58,7 +58,7 @@ class GradientNodes:
 
         def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
             report = on_ready()
-            if report is not None and grads[0] is not None:
+            if report is not None:
                 report(param_index, grads[0])
 
         return hook
@@ -131,7 +131,9 @@ def inside_nested_task() -> bool:
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
+        # ``self``: the apply that runs a backward; the one that runs a forward is a class method.
+        is_apply = code.co_name == "apply" and code.co_varnames[:1] == ("self",)
+        if is_apply and code.co_filename.endswith("torch/autograd/function.py"):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -40,7 +40,10 @@ def find_tensors(output: object) -> tuple[list[Tensor], bool]:
             tensors.append(value)
         elif id(value) not in seen:
             seen[id(value)] = value
-            inside = _contents(value) if depth < MAX_DEPTH and len(seen) <= MAX_OBJECTS else None
+            try:
+                inside = _contents(value) if depth < MAX_DEPTH and len(seen) <= MAX_OBJECTS else None
+            except Exception:  # a lazy container or attribute that cannot be had now
+                inside = None
             is_hidden |= inside is None
             queue.extend((one, depth + 1) for one in inside or () if not isinstance(one, _PLAIN))
     return tensors, is_hidden

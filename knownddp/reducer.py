@@ -22,11 +22,11 @@ from torch import Tensor
 from . import _torch_private as private
 from .buffers import BufferSync
 from .comm import DONE, Collectives, Work, run
-from .errors import GradientTakenError, InternalError, KnownDDPError, PeerError, UnfinishedBackwardError, at_rank
-from .exchange import GradientExchange
+from .errors import KnownDDPError, PeerError, UnfinishedBackwardError, at_rank
+from .exchange import GradientExchange, gradient_taken, is_held_elsewhere
 from .faults import Testimony, dispute_message, error_for, unfinished_message
 from .flat import dense
-from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
+from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
 from .nodes import GradientNodes, inside_nested_task
 from .params import ManagedParams
 from .plan import Planner
@@ -35,6 +35,7 @@ from .stats import Counters, ReducerStatistics
 from .window import LocalBackward, TaskEnd, Window
 
 _numbers = itertools.count()
+_no_backward = weakref.ref(LocalBackward())  # dead at once
 _reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
@@ -76,7 +77,7 @@ class Reducer:
         self._nodes = GradientNodes(len(params), self._on_grad_ready)
         self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
         self._touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
-        self._local: Callable[[], LocalBackward | None] = _nobody
+        self._local: Callable[[], LocalBackward | None] = _no_backward
         self._warned_of_dispute = False
         self._is_off = False
         self._signature = params.signature()
@@ -126,20 +127,26 @@ class Reducer:
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward, reading the parameters as they are now."""
+        self._read_params()
+        trainable = self.params.trainable
+        return self.forwards.begin(declared, trainable, synchronises=synchronises and any(trainable))
+
+    def _read_params(self) -> None:
         if self.params.refresh():
             self._planner.set_specs(self.params.specs)
             self._signature = self.params.signature()
             self._nodes.forget()
         self._nodes.hook(self.params.live, self.params.trainable)
-        trainable = self.params.trainable
-        return self.forwards.begin(declared, trainable, synchronises=synchronises and any(trainable))
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
+        if [p is not None and p.requires_grad for p in self.params.live] != list(record.trainable):
+            self._read_params()  # the module froze or thawed some meanwhile
+            record.trainable = tuple(self.params.trainable)
         expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
         self.forwards.end(record, is_over=not expects_backward)
         if expects_backward:
-            self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self), record))
+            self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self)))
 
     def statistics(self) -> ReducerStatistics:
         """A snapshot of the counters."""
@@ -161,49 +168,49 @@ class Reducer:
                 if record.synchronises:
                     self.forwards.visit(record)
             elif not self._nodes.begins_backward():
-                if torch.is_grad_enabled() and record.synchronises and not record.was_closed:
+                if torch.is_grad_enabled() and record.synchronises:
                     self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
             elif record.synchronises:
                 self.forwards.visit(record)
-                self._begin(record)
-                _begin_others()
+                _begin_all()
             else:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
                 mark = LocalBackward()
                 private.queue_callback(mark)
                 self._local = weakref.ref(mark)
 
     def begin_if_reached(self) -> None:
-        """Begin a window if the running backward goes on to an open forward of this wrapper.
+        """Begin a window if the running backward comes through an open forward of this wrapper and goes on to its part.
 
         The windows of all wrappers in one backward begin together. Else an exception on one rank, raised before the
         backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
         """
         with self.lock:
-            if self.window is None and self.forwards.is_reached() and self._nodes.is_reached():
-                self._begin(None)
+            visited = self.forwards.is_visited()
+            if self.window is None and (visited or (self.forwards.is_reached() and self._nodes.is_reached())):
+                self._begin()
 
-    def _begin(
-        self, begun_by: ForwardRecord | None, *, stood_before: Mapping[int, Tensor | None] | None = None
-    ) -> None:
+    def _begin(self, *, stood_before: Mapping[int, Tensor | None] | None = None) -> None:
         """``stood_before``: the backward was noticed at a parameter, whose ``.grad`` held this before."""
-        self._local = _nobody
+        self._local = _no_backward
         at_parameter = stood_before is not None
         nested = at_parameter and inside_nested_task()
         guessed = at_parameter and not self.forwards.is_out_of_sight()
         if self.buffers is not None:
             self.buffers.exchange(apply=False)
-        participants = self.forwards.participants(begun_by)
+        participants = self.forwards.participants()
         gradients = GradientExchange(self.params, self.comm, self.counters, stood_before or {})
         declared = declared_by_all(participants)
         if self.find_unused:
             expected = self._nodes.foreseen([i for i in self.protocol.unforeseen if self.params.trainable[i]])
         else:
             expected = promised_by(participants, len(self.params))
+        if gradients.elsewhere:
+            expected = bytes(e and i not in gradients.elsewhere for i, e in enumerate(expected))
         carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
-        message = _tensor_of(
-            self.protocol.begin(expected, carried, declared, signature=self._signature, nested=nested, guessed=guessed)
+        message = self.protocol.begin(
+            expected, carried, declared, signature=self._signature, nested=nested, guessed=guessed
         )
-        self.window = window = Window(participants, gradients, not at_parameter, message, None)
+        self.window = window = Window(participants, gradients, not at_parameter)
         TaskEnd.of_running_task().add(self, window)
         window.opening = self._combine(message)
         if nested or self.protocol.agreement is not Agreement.UNION:
@@ -211,16 +218,18 @@ class Reducer:
             if window.outcome is not None and window.outcome.fault is not None:  # raised now, while nothing was sent
                 run(self.closing_steps(window, failed=False))
 
-    def _combine(self, message: Tensor) -> Work:
-        """Combine a message with that of all ranks, in place. Under "trust" one's own stands for all."""
-        return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(message)
+    def _combine(self, message: bytes) -> tuple[Work, Tensor]:
+        """Start to combine a message with that of all ranks. Under "trust" one's own stands for all."""
+        combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
 
     def _look_at_opening(self, window: Window, *, launches: bool = True) -> None:
         """OPEN has come back, or must be waited for."""
-        opening, window.opening = window.opening, None
-        assert opening is not None
-        opening.wait()
-        window.outcome = self.protocol.opened(window.message.numpy().tobytes())
+        assert window.opening is not None
+        work, message = window.opening
+        window.opening = None
+        work.wait()
+        window.outcome = self.protocol.opened(message.numpy().tobytes())
         if window.outcome.fault is not None:
             return
         agreed, trainable = self.protocol.agreed, self.params.trainable
@@ -232,26 +241,29 @@ class Reducer:
 
     # -- reduce
 
-    def _on_grad_ready(self, param_index: int, grad: Tensor) -> None:
-        """``grad`` was accumulated into the parameter's ``.grad``."""
+    def _on_grad_ready(self, param_index: int, grad: Tensor | None) -> None:
+        """``grad`` was accumulated into the parameter's ``.grad``; None: an autograd Function returned no gradient."""
         with self.lock:
-            param = self.params.live[param_index]
-            if param is not None and param.grad is None:
-                raise GradientTakenError(
-                    f"{self.where} a hook took the gradient of {self.params.names[param_index]} out of .grad before it "
-                    "could be averaged over ranks.\nFix: step optimizers and clear gradients after backward()."
-                )
-            if self.window is None and not self._begins_outside_of_windows(param_index, grad):
+            if grad is None:
+                if self.window is not None:
+                    self.window.undefined.add(param_index)
+                return
+            param, window = self.params.live[param_index], self.window
+            if param is None or is_held_elsewhere(param, window.gradients if window is not None else None):
+                return  # another wrapper averages it in this backward
+            if param.grad is None:
+                raise gradient_taken(self.params.names[param_index])
+            if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
                 return
             window = self.window
             if window is None or (window.outcome is not None and window.outcome.fault is not None):
                 return
-            window.gradients.note_stream(param_index, grad)
+            window.gradients.note(param_index, grad)
             self._launch(window, self.protocol.ready(param_index))
             if window.may_look_at_opening(self.comm, self.params.specs[param_index].nbytes, self._limits[0]):
                 self._look_at_opening(window)
 
-    def _begins_outside_of_windows(self, param_index: int, grad: Tensor) -> bool:
+    def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.
 
         [Note: local] It stays on this rank if its backward is that of a ``no_sync`` forward, or if no synchronising
@@ -262,13 +274,10 @@ class Reducer:
         if self._local() is not None or not self.forwards.is_expecting():
             self._touched_locally.add(param_index)
             return False
-        param = self.params.live[param_index]
-        if param is None or param.grad is None:
-            raise InternalError(f"{self.where} {self.params.names[param_index]} fired without a gradient")
         with torch.no_grad():
-            before = None if torch.equal(dense(param.grad), dense(grad)) else param.grad - grad
-        self._begin(None, stood_before={param_index: before})
-        _begin_others()
+            before = None if torch.equal(dense(total), dense(grad)) else total - grad
+        self._begin(stood_before={param_index: before})
+        _begin_all()
         return True
 
     def _launch(self, window: Window, positions: range) -> None:
@@ -281,10 +290,8 @@ class Reducer:
     def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
         """Close the window: yields each handle to wait for.
 
-        ``failed``: this rank's backward raised; take part so that no rank waits, then every other rank raises.
-
-        Raises:
-            KnownDDPError: what the window's fault is, after gradients are back to what they were.
+        ``failed``: this rank's backward raised; take part so that no rank waits, then every other rank raises. Raises
+        what the window's fault is, after gradients are back to what they were.
         """
         try:
             yield from self._closing_steps(window, failed)
@@ -297,7 +304,7 @@ class Reducer:
     def _closing_steps(self, window: Window, failed: bool) -> Generator[Work, None, None]:
         protocol, gradients = self.protocol, window.gradients
         if window.opening is not None:
-            yield window.opening
+            yield window.opening[0]
             self._look_at_opening(window, launches=False)
         assert window.outcome is not None
         if window.outcome.fault is not None:
@@ -305,8 +312,8 @@ class Reducer:
         protocol.end()
         own_error = gradients.launch_rest(protocol.plan.buckets, failed=failed)
         failed = failed or own_error is not None
-        message = _tensor_of(protocol.close(self._promised(window), failed=failed))
-        yield self._combine(message)
+        work, message = self._combine(protocol.close(self._promised(window), failed=failed))
+        yield work
         gradients.wait()
         closing = protocol.closed(message.numpy().tobytes())
         if closing.fault is not None and closing.fault is not Fault.TRUST:
@@ -340,12 +347,16 @@ class Reducer:
         if window.begun_at_output:
             records = [record for record in records if record.visited]
         promises = self.protocol.has_fired and not self.find_unused
-        return promised_by(records if promises else (), len(self.params))
+        promised = bytearray(promised_by(records if promises else (), len(self.params)))
+        for i in window.undefined | window.gradients.elsewhere:
+            promised[i] = 0
+        return bytes(promised)
 
     def _end(self, window: Window, *, restore: bool) -> None:
         """The window is over; gradients stay as they are, or go back to what they were when it began."""
         if restore:
             window.gradients.restore()
+        window.gradients.release()
         if self.protocol.phase is Phase.SETTLING:
             self.protocol.settled()
         self.window = None
@@ -377,21 +388,13 @@ class Reducer:
             warnings.warn(dispute_message(self.where, self.params.names_of(costly)), stacklevel=2)
 
 
-def _begin_others() -> None:
+def _begin_all() -> None:
+    """In the order of construction, which is the same on all ranks."""
     for reducer in sorted(_reducers.values(), key=lambda one: one.number):
         reducer.begin_if_reached()
 
 
-def _tensor_of(message: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
-
-
-def _nobody() -> None:
-    """A dead reference."""
-    return None
-
-
-def _on_output_grad(reducer: weakref.ref[Reducer], record: ForwardRecord, _: Tensor) -> None:
+def _on_output_grad(reducer: weakref.ref[Reducer], source: OutputSource, _: Tensor) -> None:
     alive = reducer()
     if alive is not None:
-        alive.on_output_grad(record)
+        alive.on_output_grad(source.record)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -22,16 +22,17 @@ from .protocol import Opening
 class Window:
     """A running window.
 
-    ``message`` is this rank's OPEN, which ``opening`` combines with that of all ranks; None once that was looked at. An
-    ``outcome`` with a fault is raised at the end of the backward, where no wrapper waits for another in turn.
+    ``opening`` is the handle of the OPEN message, and the message, being combined with that of all ranks; None once it
+    was looked at. An ``outcome`` with a fault is raised at the end of the backward, where wrappers do not wait for each
+    other in turn.
     """
 
     participants: list[ForwardRecord]
     gradients: GradientExchange
     begun_at_output: bool
-    message: Tensor
-    opening: Work | None
+    opening: tuple[Work, Tensor] | None = None
     outcome: Opening | None = None
+    undefined: set[int] = field(default_factory=set)  # parameters whose gradient was undefined on this rank
     early_bytes: int = 0
 
     def may_look_at_opening(self, comm: Collectives, nbytes: int, first_cap_bytes: int) -> bool:
@@ -42,7 +43,7 @@ class Window:
         if self.opening is None:
             return False
         if not comm.follows_program_order:
-            return self.opening.is_completed()
+            return self.opening[0].is_completed()
         self.early_bytes += nbytes
         return self.early_bytes >= first_cap_bytes
 

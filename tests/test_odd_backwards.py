@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, ra
 from torch import Tensor, nn
 
 import knownddp.exchange
-from knownddp import KnownDDP, PeerFailedError, RanksDifferError
+from knownddp import GradientTakenError, KnownDDP, PeerFailedError, RanksDifferError
 
 
 def _loss(model: nn.Module, rank: int, seed: int = 0, **kwargs: Any) -> Tensor:
@@ -239,3 +242,165 @@ def _sharing_the_users_group(rank: int) -> None:
 
 def test_two_wrappers_on_the_users_own_group(ranks):
     ranks(3, _sharing_the_users_group)
+
+
+# -- what wrappers share, what modules do meanwhile
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+
+def _shared_encoder(rank: int, cap: float | None) -> None:
+    """Both heads' losses in one backward, then each alone: the encoder's gradient is averaged once either way."""
+    torch.manual_seed(0)
+    plain, module = _Two(), _Two()
+    module.load_state_dict(plain.state_dict())
+    wrapped = [KnownDDP(nn.Sequential(module.encoder, head), bucket_cap_mb=cap) for head in (module.a, module.b)]
+    bare = [nn.Sequential(plain.encoder, head) for head in (plain.a, plain.b)]
+    for step in range(3):
+        for used in ((0, 1), (1, 0), (0,), (1,)):
+            for net in (plain, module):
+                net.zero_grad(set_to_none=True)
+            total: dict[str, Tensor] = {}
+            for r in range(dist.get_world_size()):
+                plain.zero_grad(set_to_none=True)
+                sum(bare[k](inputs(r, 5, 3, seed=step)).square().mean() * (k + 1) for k in used).backward()
+                for name, p in plain.named_parameters():
+                    if p.grad is not None:
+                        total[name] = total.get(name, 0) + p.grad / dist.get_world_size()
+            sum(wrapped[k](inputs(rank, 5, 3, seed=step)).square().mean() * (k + 1) for k in used).backward()
+            assert_grads(module, {name: total.get(name) for name, _ in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("cap", [None, 1e-5])
+def test_two_wrappers_that_share_an_encoder(ranks, cap):
+    ranks(2, _shared_encoder, cap)
+
+
+class _Chain(Skippable):
+    """Returns every hidden state; each is computed from the one before."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        states = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            states.append(x)
+        return states
+
+
+def _chained_outputs(rank: int) -> None:
+    _, model = make(_Chain)
+    gc.disable()
+    try:
+        for step in range(5):
+            states = model(inputs(rank, 5, 3, seed=step))
+            alive = weakref.ref(states[0])
+            if step % 2:
+                states[-1].sum().backward()
+            del states
+            assert alive() is None, "outputs are kept"
+            assert len(model._reducer.forwards) == 0
+    finally:
+        gc.enable()
+
+
+def test_outputs_computed_from_one_another_are_freed_at_once(ranks):
+    ranks(2, _chained_outputs)
+
+
+def _penalty_after_a_backward(rank: int) -> None:
+    """A loss, then a penalty derived from the same kept graph, each with its own backward."""
+    plain, model = make()
+    world = dist.get_world_size()
+    for step in range(3):
+
+        def losses(module: nn.Module, r: int, step: int = step) -> None:
+            x = inputs(r, 4, 3, seed=step).requires_grad_()
+            y = module(x)
+            y.square().mean().backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            slope.square().sum(1).mean().backward()
+
+        reference = copy.deepcopy(plain)
+        for r in range(world):
+            losses(reference, r)
+        model.zero_grad(set_to_none=True)
+        losses(model, rank)
+        assert_grads(model, {name: p.grad / world for name, p in reference.named_parameters()})
+
+
+def test_a_penalty_backpropagated_after_the_loss(ranks):
+    ranks(2, _penalty_after_a_backward)
+
+
+class _Thaws(Skippable):
+    def forward(self, x: Tensor, thaw: bool = False) -> Tensor:  # type: ignore[override]
+        self.layers[0].requires_grad_(thaw)
+        return super().forward(x)
+
+
+def _thawed_inside(rank: int) -> None:
+    plain, model = make(_Thaws)
+    for step in range(4):
+        thaw = step % 2 == 1
+        model.zero_grad(set_to_none=True)
+        _loss(model, rank, step, thaw=thaw).backward()
+        assert_grads(model, mean_grads(plain, 2, lambda m, r, s=step, t=thaw: _loss(m, r, s, thaw=t)))
+
+
+def test_a_layer_thawed_inside_forward_is_averaged_in_that_step(ranks):
+    ranks(2, _thawed_inside)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Undefined(Skippable):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(_NoGradient.apply(x, self.layers[0].weight), skip=(0,))
+
+
+def _undefined(rank: int) -> None:
+    """An autograd Function returns no gradient for layer 0's weight: none is missing. Its bias is declared unused."""
+    _, model = make(_Undefined)
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        _loss(model, rank, step, unused_parameters=["layers.0.bias"]).backward()
+        assert model.module.layers[0].weight.grad is None
+
+
+def test_an_undefined_gradient_keeps_the_promise(ranks):
+    ranks(2, _undefined)
+
+
+def _taken(rank: int) -> None:
+    """A hook of rank 1 clears other parameters' gradients in mid-backward: all ranks raise; the next step is right."""
+    plain, model = make()
+    _step_is_right(plain, model, rank)
+    model.zero_grad(set_to_none=True)
+    first = model.module.layers[0].weight
+
+    def clear(_: Tensor) -> None:
+        for p in model.module.layers[3].parameters():
+            p.grad = None
+
+    handle = first.register_post_accumulate_grad_hook(clear) if rank == 1 else None
+    kind = GradientTakenError if rank == 1 else PeerFailedError
+    raises_everywhere(lambda: _loss(model, rank).backward(), kind)
+    if handle is not None:
+        handle.remove()
+    _step_is_right(plain, model, rank)
+
+
+def test_a_gradient_taken_out_before_it_travels_raises_on_all_ranks(ranks):
+    ranks(2, _taken)
