@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .comm import DONE, Collectives, Work
-from .errors import GradientTakenError
+from .errors import GradientTakenError, at_rank
 from .flat import FlatBucket, is_dense, sparse_share, with_strides_of
 from .params import NOTHING, ManagedParams
 from .plan import BucketPlan, BucketSpec
@@ -86,7 +86,7 @@ class GradientExchange:
         held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
         for i, grad in zip(bucket.param_indices, grads, strict=True):
             if grad is None and self._has_fired[i] and not self._has_travelled[i] and i not in self._stood_before:
-                raise gradient_taken(self._params.names[i])
+                raise gradient_taken(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
         self._wait_for_streams(bucket, grads)
         if bucket.is_sparse:
             flat = sparse_share(grads[0], held_back[0], specs[0], self._comm.world_size)
@@ -243,9 +243,9 @@ def is_held_elsewhere(param: Tensor, here: GradientExchange | None) -> bool:
     return not alone and any(other is not here and id(param) in other.ids for other in _open)
 
 
-def gradient_taken(name: str) -> GradientTakenError:
+def gradient_taken(where: str, name: str) -> GradientTakenError:
     """The exception for a ``.grad`` that is gone before it could be averaged."""
     return GradientTakenError(
-        f"a hook took the gradient of {name} out of .grad before it could be averaged over ranks.\n"
+        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks.\n"
         "Fix: step optimizers and clear gradients after backward()."
     )

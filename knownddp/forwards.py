@@ -81,6 +81,7 @@ class ForwardLog:
         self._last: weakref.ref[ForwardRecord] | None = None
         self._leaf_hooks: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
         self._is_unanswered = False  # a synchronising forward ended since the last window
+        self._last_synchronised = False
 
     def begin(self, declared: Iterable[int], trainable: Sequence[bool], *, synchronises: bool) -> ForwardRecord:
         """A forward begins; ``end`` must follow, whether it raises or not."""
@@ -100,6 +101,7 @@ class ForwardLog:
         else:
             self._last = weakref.ref(record)
             self._is_unanswered |= record.synchronises
+            self._last_synchronised = record.synchronises
 
     def mark_unused(self, declared: Iterable[int]) -> bool:
         """Add to the declaration of the running forward, else of the last one if no backward of it has begun.
@@ -149,8 +151,13 @@ class ForwardLog:
         return len(self._alive)
 
     def is_expecting(self) -> bool:
-        """Whether some synchronising forward has not had its backward, be it that its outputs are gone."""
-        return self._is_unanswered or len(self._alive) > 0
+        """Whether a backward of some synchronising forward may still come, be it that its outputs are gone.
+
+        One that had a backward and is kept may have another, unless a ``no_sync`` forward came since.
+        """
+        if self._is_unanswered or any(not record.was_closed for record in self._alive):
+            return True
+        return self._last_synchronised and len(self._alive) > 0
 
     def is_out_of_sight(self) -> bool:
         """Whether an open forward runs or hides part of its graph, so that no output may tell of its backward."""
@@ -158,11 +165,18 @@ class ForwardLog:
 
     def is_reached(self) -> bool:
         """Whether the running backward goes through an output of an open forward, as far as can be told."""
-        return any(record.takes_part() for record in self._alive)
+        return any(record.takes_part() for record in self._snapshot())
+
+    def _snapshot(self) -> list[ForwardRecord]:
+        """The open forwards; none if another thread is busy with them, so that they are not those of this backward."""
+        try:
+            return list(self._alive)
+        except RuntimeError:  # changed during iteration
+            return []
 
     def is_visited(self) -> bool:
         """Whether a hook of an output fired in the running backward."""
-        return any(record.visited for record in self._alive)
+        return any(record.visited for record in self._snapshot())
 
     def participants(self) -> list[ForwardRecord]:
         """The forwards whose graph the running backward goes through.

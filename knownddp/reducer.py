@@ -184,9 +184,9 @@ class Reducer:
         The windows of all wrappers in one backward begin together. Else an exception on one rank, raised before the
         backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
         """
-        with self.lock:
-            visited = self.forwards.is_visited()
-            if self.window is None and (visited or (self.forwards.is_reached() and self._nodes.is_reached())):
+        is_reached = self.forwards.is_visited() or (self.forwards.is_reached() and self._nodes.is_reached())
+        if is_reached and self.window is None:  # asked without the lock, which another thread's wrapper may hold
+            with self.lock:
                 self._begin()
 
     def _begin(self, *, stood_before: Mapping[int, Tensor | None] | None = None) -> None:
@@ -207,11 +207,11 @@ class Reducer:
         if gradients.elsewhere:
             expected = bytes(e and i not in gradients.elsewhere for i, e in enumerate(expected))
         carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
+        self.window = window = Window(participants, gradients, not at_parameter)
+        TaskEnd.of_running_task().add(self, window)
         message = self.protocol.begin(
             expected, carried, declared, signature=self._signature, nested=nested, guessed=guessed
         )
-        self.window = window = Window(participants, gradients, not at_parameter)
-        TaskEnd.of_running_task().add(self, window)
         window.opening = self._combine(message)
         if nested or self.protocol.agreement is not Agreement.UNION:
             self._look_at_opening(window)
@@ -252,7 +252,7 @@ class Reducer:
             if param is None or is_held_elsewhere(param, window.gradients if window is not None else None):
                 return  # another wrapper averages it in this backward
             if param.grad is None:
-                raise gradient_taken(self.params.names[param_index])
+                raise gradient_taken(self.where, self.params.names[param_index])
             if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
                 return
             window = self.window
@@ -343,9 +343,8 @@ class Reducer:
 
         Nothing with detection, nor on a rank whose backward reached no parameter (a constant loss), as in stock DDP.
         """
-        records = window.participants
-        if window.begun_at_output:
-            records = [record for record in records if record.visited]
+        at_output = window.begun_at_output  # else no hook told which, and what had a backward kept its promise
+        records = [r for r in window.participants if (r.visited if at_output else not r.was_closed)]
         promises = self.protocol.has_fired and not self.find_unused
         promised = bytearray(promised_by(records if promises else (), len(self.params)))
         for i in window.undefined | window.gradients.elsewhere:
