@@ -142,6 +142,8 @@ class ForwardLog:
 
         It is forgotten once a window was closed and the next synchronising forward begins.
         """
+        if not record.synchronises:
+            return
         self._alive.add(record)
         if record not in self._kept:
             self._kept.append(record)
