@@ -211,8 +211,7 @@ class KnownDDP(nn.Module):
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if synchronises and private.current_graph_task() == private.NO_GRAPH_TASK:
             self._reducer.check_finished(judges=self.module.training)
-            # Rank 0 only sends, and peers may wait; they take no new values while they evaluate.
-            if self._buffer_sync is not None and (self.module.training or self._reducer.comm.rank == 0):
+            if self._buffer_sync is not None and self.module.training:
                 self._buffer_sync.exchange(apply=True)
         return self._reducer.forward_begins(declared, synchronises=synchronises)
 
