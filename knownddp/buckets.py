@@ -20,6 +20,17 @@ NO_LIMIT = 0
 Item = tuple[int, int, Hashable, bool]
 
 
+class _Filling:
+    """A bucket that is open: ``nbytes`` of at least ``limit`` close it."""
+
+    __slots__ = ("indices", "limit", "nbytes")
+
+    def __init__(self, limit: int) -> None:
+        self.indices: list[int] = []
+        self.nbytes = 0
+        self.limit = limit
+
+
 def assign(items: Iterable[Item], limits: Sequence[int]) -> list[tuple[list[int], int]]:
     """Group ``(index, nbytes, key, is_sparse)`` items into ``(indices, limit in bytes)`` buckets.
 
@@ -29,25 +40,22 @@ def assign(items: Iterable[Item], limits: Sequence[int]) -> list[tuple[list[int]
     """
     last = len(limits) - 1
     done: list[tuple[list[int], int]] = []
-    open_bytes: dict[Hashable, int] = {}
-    open_indices: dict[Hashable, list[int]] = {}
+    filling: dict[Hashable, _Filling] = {}
     stage: dict[Hashable, int] = {}
     for index, nbytes, key, is_sparse in items:
         if is_sparse:
             done.append(([index], NO_LIMIT))
             continue
-        if key in open_indices:
-            open_indices[key].append(index)
-            nbytes += open_bytes[key]
-        else:
-            open_indices[key] = [index]
-            stage.setdefault(key, 0)
-        open_bytes[key] = nbytes
-        limit = limits[stage[key]]
-        if nbytes >= limit:
-            done.append((open_indices.pop(key), limit))
+        bucket = filling.get(key)
+        if bucket is None:
+            bucket = filling[key] = _Filling(limits[stage.setdefault(key, 0)])
+        bucket.indices.append(index)
+        bucket.nbytes += nbytes
+        if bucket.nbytes >= bucket.limit:
+            done.append((bucket.indices, bucket.limit))
+            del filling[key]
             stage[key] = min(stage[key] + 1, last)
-    done.extend((bucket, limits[stage[key]]) for key, bucket in open_indices.items())
+    done.extend((bucket.indices, bucket.limit) for bucket in filling.values())
     return done
 
 
