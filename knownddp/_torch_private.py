@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 NO_GRAPH_TASK = -1
+
+# What ``Work.get_future()`` returns, and ``torch.futures.Future`` is a subclass of.
+ANY_FUTURE = torch._C.Future
+GRAD_BUCKET: type = dist.GradBucket  # type: ignore[attr-defined]
+BuiltinHook = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -117,3 +124,39 @@ def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides:
     """A tensor over ``flat``'s storage that autograd does not take for a view, so that ``detach_()`` works on it."""
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(strides))
+
+
+def unshard_if_submesh(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Let ``module`` hold plain shards instead of DTensors if ``mesh`` was cut out of a larger one."""
+    if mesh._get_root_mesh() != mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # heavy, and seldom needed
+
+        _pre_dp_module_transform(module)
+
+
+def scalar_type_name(dtype: torch.dtype) -> str:
+    """C++'s name of a dtype: "float" for float32."""
+    names = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def overlapped_optimizer(optim: type, params: object, *args: object, **kwargs: object) -> Any:
+    """Torch's adapter of an optimizer to a communication hook; its ``register_ddp`` registers that hook."""
+    # Imported late: it loads every functional optimizer.
+    from torch.distributed.algorithms import _optimizer_overlap as overlap
+
+    return overlap._as_overlapped_optim(optim, params, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def in_backward_optimizers(param: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Those that ``_apply_optimizer_in_backward`` attached to ``param``."""
+    return getattr(param, "_in_backward_optimizers", [])
+
+
+def remove_in_backward_hooks(param: torch.Tensor) -> None:
+    """Take off the hooks by which they would step as soon as the gradient is accumulated."""
+    # Imported late: it loads every functional optimizer.
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for handle in param_to_optim_hook_handle_map.get(param, []):  # type: ignore[no-untyped-call]
+        handle.remove()

@@ -1,4 +1,4 @@
-"""Keeping the ranks' tensors equal to rank 0's: everything at construction, buffers once a window.
+"""Keeping the ranks' tensors equal to one rank's: everything at construction, buffers once a window.
 
 [Note: buffers] Ranks may run different numbers of forwards, so a broadcast in every forward would pair up wrongly.
 Buffers travel once a window: in its first synchronising training forward outside of a backward, or, in a window that
@@ -7,7 +7,10 @@ had none, as its backward begins. There the values are dropped: writing them cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,42 +75,93 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return done
 
 
-def broadcast_from_rank_0(comm: Collectives, tensors: Iterable[Tensor]) -> None:
-    """Overwrite ``tensors`` with rank 0's, in place, on all ranks. Blocks."""
+def broadcast_from(comm: Collectives, source: int, tensors: Iterable[Tensor]) -> None:
+    """Overwrite ``tensors`` with those of rank ``source``, in place, on all ranks. Blocks."""
     for chunk in _chunks(tensors):
         packed = _pack(chunk)
-        comm.broadcast(packed).wait()
-        if comm.rank != 0:
+        comm.broadcast(packed, source=source).wait()
+        if comm.rank != source:
             _unpack(packed, chunk)
 
 
-class BufferSync:
-    """Brings buffers to rank 0's values once a window. See [Note: buffers]."""
+class BufferHookLocation(Enum):
+    """When a buffer hook runs: the names of ``_BufferCommHookLocation``."""
 
-    def __init__(self, module: nn.Module, ignored: frozenset[str], comm: Collectives) -> None:
+    PRE_FORWARD = auto()
+    POST_FORWARD = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class BufferHook:
+    """The user's own way to synchronise buffers, run in every synchronising training forward instead of the broadcast.
+
+    ``hook(state, buffers)`` gets them by qualified name. It may return a future or several, which are waited for when
+    the backward is over.
+    """
+
+    state: object
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    location: BufferHookLocation
+
+
+class BufferSync:
+    """Brings buffers to rank 0's values once a window. See [Note: buffers].
+
+    ``enabled``: whether they are synchronised at all. ``source`` is the rank whose values count: 0, but in a join
+    context the highest one that still has inputs.
+    """
+
+    def __init__(self, module: nn.Module, ignored: frozenset[str], comm: Collectives, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.source = 0
+        self.hook: BufferHook | None = None
         self._module = module
         self._ignored = ignored
         self._comm = comm
         self._exchanged = False
+        self._futures: list[Any] = []
         self._sending: list[tuple[Work, Tensor]] = []  # rank 0 does not wait; the tensors must live that long
+
+    def current(self) -> dict[str, Tensor]:
+        """The buffers by name, without ignored ones."""
+        return named_buffers(self._module, self._ignored)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this window has yet to exchange buffers."""
+        return self.enabled and self.hook is None and not self._exchanged
+
+    def at(self, location: BufferHookLocation) -> None:
+        """A synchronising training forward outside of a backward begins or ends."""
+        if not self.enabled:
+            return
+        if self.hook is None:
+            if location is BufferHookLocation.PRE_FORWARD:
+                self.exchange(apply=True)
+        elif self.hook.location is location:
+            returned = self.hook.hook(self.hook.state, self.current())
+            self._futures += returned if isinstance(returned, (list, tuple)) else [returned] if returned else []
 
     def exchange(self, *, apply: bool) -> None:
         """Exchange buffers unless this window has done so. ``apply=False``: take part, but drop what arrives."""
-        if self._exchanged:
+        if not self.is_due:
             return
         self._exchanged = True
-        for chunk in _chunks(named_buffers(self._module, self._ignored).values()):
+        for chunk in _chunks(self.current().values()):
             packed = _pack(chunk)
-            work = self._comm.broadcast(packed)
-            if self._comm.rank == 0 or not apply:
+            work = self._comm.broadcast(packed, source=self.source)
+            if self._comm.rank == self.source or not apply:
                 self._sending.append((work, packed))
             else:
                 work.wait()
                 _unpack(packed, chunk)
 
     def window_over(self) -> None:
-        """The next window exchanges anew."""
+        """The next window exchanges anew. Waits for what hooks began."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
         self._exchanged = False
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()

@@ -10,22 +10,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
 from .agreement import agree, fix_strides, report_on, tell, warn_of_moved
-from .buffers import BufferSync, broadcast_from_rank_0, check_writable, named_buffers
+from .buffers import BufferHookLocation, BufferSync, broadcast_from, check_writable, named_buffers
 from .comm import Collectives, destroy_retired
 from .errors import DeclarationError, ModelError, PeerError, UsageError
 from .forwards import ForwardRecord
+from .interface import StockInterface
+from .join import UnevenInputs
+from .logging_data import LoggingData, describe
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
 from .outputs import to_device
 from .params import NOTHING, ManagedParams, Unused
 from .reducer import Reducer
 from .stats import ReducerStatistics
 
+# Made anew for a copy. Communication hooks do not come with it, as in DistributedDataParallel.
+_NOT_COPIED = (
+    *("process_group", "reducer", "_comm", "_comm_hooks", "_params", "_buffer_sync", "_uneven", "_logging", "_release"),
+)
 
-class KnownDDP(nn.Module):
+
+class KnownDDP(StockInterface):
     """Data parallelism over a process group, told before each forward which parameters it will not use.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``: after ``backward()`` every rank holds the mean over
@@ -54,9 +63,17 @@ class KnownDDP(nn.Module):
             sent. ``"trust"``: nobody asks; declarations must be right and the same on all ranks.
         own_group: make a communicator of one's own, so that traffic cannot meet that of others. False: use
             ``process_group`` itself for gradients.
-        check_reduction, static_graph, delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision,
-        device_mesh, skip_all_reduce_unused_params, bucket_cap_mb_list, batched_grad_copy: known by name only; any value
-            but the default raises NotImplementedError.
+        reduce_dtype: dtype in which the gradients of real floating-point parameters travel and are summed; ``.grad``
+            keeps the parameter's. float32 for bfloat16 models sums exactly, bfloat16 for float32 models halves bytes.
+        static_graph: the graph of every backward is that of the first. What a step leaves unused is then neither
+            declared nor searched for; a graph that changes on any rank raises on every rank.
+        delay_all_reduce_named_params: pairs of name and parameter that are reduced only when a backward is over, after
+            all others. Goes with ``param_to_hook_all_reduce``, which is accepted for DistributedDataParallel's sake.
+        mixed_precision: see ``precision``.
+        device_mesh: a one-dimensional mesh, instead of ``process_group``.
+        bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last one repeats.
+        check_reduction, skip_all_reduce_unused_params, batched_grad_copy: accepted; unused parameters are never
+            reduced, and gradients are always copied in batches.
 
     Raises:
         ArgumentError, ModelError, DeviceError: on the ranks where the cause is; PeerError on the others.
@@ -77,20 +94,22 @@ class KnownDDP(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        delay_all_reduce_named_params: object = None,
-        param_to_hook_all_reduce: object = None,
-        mixed_precision: object = None,
-        device_mesh: object = None,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: private.DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: object = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
         unused_agreement: str = "union",
         own_group: bool = True,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.process_group: dist.ProcessGroup = choose_group(process_group)
+        Joinable.__init__(self)
+        self.process_group: dist.ProcessGroup = choose_group(module, process_group, device_mesh)
         comm = Collectives(self.process_group, own_group=own_group)
         try:
             self._options = gather_options(
@@ -98,24 +117,20 @@ class KnownDDP(nn.Module):
                 broadcast_buffers=broadcast_buffers,
                 forward_sync_buffers=forward_sync_buffers,
                 bucket_cap_mb=bucket_cap_mb,
+                bucket_cap_mb_list=bucket_cap_mb_list,
                 find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                check_reduction=check_reduction,
+                delay_all_reduce_named_params=delay_all_reduce_named_params,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+                reduce_dtype=reduce_dtype,
                 unused_agreement=unused_agreement,
                 own_group=own_group,
-                not_yet={
-                    "check_reduction": check_reduction,
-                    "static_graph": static_graph,
-                    "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                    "param_to_hook_all_reduce": param_to_hook_all_reduce,
-                    "mixed_precision": mixed_precision,
-                    "device_mesh": device_mesh,
-                    "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-                    "bucket_cap_mb_list": bucket_cap_mb_list,
-                    "batched_grad_copy": batched_grad_copy,
-                },
             )
             refuse_own_unused_argument(module)
-            params = ManagedParams(module)
+            params = ManagedParams(module, self._options.reduce_dtype)
             params.check()
+            params.resolve(self._options.delayed)
             if self._options.init_sync_buffers or self._options.forward_sync_buffers:
                 check_writable(named_buffers(module, params.ignored))
         except Exception as error:
@@ -124,22 +139,36 @@ class KnownDDP(nn.Module):
                 tell(comm, error)
                 comm.retire()
             raise
-        device = self._options.device
         self.module = module
         self.dim = dim
-        self.device_ids = [device.index] if device is not None else None
-        self.output_device = device.index if device is not None else None
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = False
-        self.forward_sync_buffers = self._options.forward_sync_buffers
-        self.bucket_bytes_cap = self._options.cap_bytes[-1]
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.static_graph = static_graph
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._describe_places(params)
+        self.bucket_bytes_cap = max(self._options.cap_bytes)
+        self.bucket_bytes_cap_list = list(self._options.cap_bytes) if bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()
         moved = self._agree(comm, params) if init_sync else []
-        self._attach(comm, params)
-        warn_of_moved(moved, self._reducer.where)
+        self._attach(comm, params, synchronises_buffers=self._options.forward_sync_buffers)
+        warn_of_moved(moved, self.reducer.where)
+
+    def _describe_places(self, params: ManagedParams) -> None:
+        """Where the module is, in DistributedDataParallel's attributes."""
+        places = {p.device for p in params.live if p is not None} or {torch.device("cpu")}
+        device = self._options.device
+        self.device = next(iter(places))
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(places) > 1
+        self.device_ids = [device.index] if device is not None else None
+        self.output_device = device.index if device is not None else None
 
     def _agree(self, comm: Collectives, params: ManagedParams) -> list[str]:
         """Make sure that all ranks hold one model, and start from rank 0's. Returns whose strides were changed."""
@@ -152,10 +181,10 @@ class KnownDDP(nn.Module):
         destroy_retired()
         self._agreed_strides = first.strides
         moved = fix_strides(params, first.strides)
-        broadcast_from_rank_0(comm, [*(p for p in params.live if p is not None), *buffers.values()])
+        broadcast_from(comm, 0, [*(p for p in params.live if p is not None), *buffers.values()])
         return moved
 
-    def _attach(self, comm: Collectives, params: ManagedParams) -> None:
+    def _attach(self, comm: Collectives, params: ManagedParams, *, synchronises_buffers: bool) -> None:
         """Set up what is not copied with a wrapper: hooks, reducer, groups."""
         options = self._options
         if len(self._agreed_strides) == len(params):
@@ -163,20 +192,42 @@ class KnownDDP(nn.Module):
         for name, param in self.module.named_parameters(remove_duplicate=False):
             if name in params.ignored:
                 param._ddp_ignored = True  # type: ignore[attr-defined]  # torch.compile's DDP optimizer reads it
-        self.parameters_to_ignore = set(params.ignored)
+        self.parameters_to_ignore = {*params.ignored, *options.delayed}
+        self._comm = comm
         self._params = params
-        self._buffer_sync = BufferSync(self.module, params.ignored, comm) if options.forward_sync_buffers else None
-        self._reducer = Reducer(
+        self._buffer_sync = BufferSync(self.module, params.ignored, comm, enabled=synchronises_buffers)
+        self._comm_hooks = []
+        self.reducer = Reducer(
             params,
             comm,
             self._buffer_sync,
             limits=options.cap_bytes,
             agreement=options.agreement,
             find_unused=options.find_unused_parameters,
+            static_graph=self.static_graph,
+            delayed=params.resolve(options.delayed),
         )
+        self._uneven = UnevenInputs(self.reducer, comm, params, self._buffer_sync)
+        self._logging = LoggingData(self._constants())
         self._declared_around: frozenset[int] = NOTHING
-        self._release = weakref.finalize(self, _release, self._reducer, comm)
+        self._release = weakref.finalize(self, _release, self.reducer, comm)
         self._release.atexit = False
+
+    def _constants(self) -> dict[str, Any]:
+        """What logging data say of the construction."""
+        return describe(
+            self.module,
+            world_size=self._comm.world_size,
+            rank=self._comm.rank,
+            backend_name=dist.get_backend(self.process_group),
+            device_ids=", ".join(map(str, self.device_ids or ())),
+            output_device=-1 if self.output_device is None else self.output_device,
+            broadcast_buffers=int(self.forward_sync_buffers),
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=int(self.find_unused_parameters),
+            gradient_as_bucket_view=int(self.gradient_as_bucket_view),
+            static_graph=int(self.static_graph),
+        )
 
     # -- forward
 
@@ -209,26 +260,33 @@ class KnownDDP(nn.Module):
         declared = self._resolve(unused) | self._declared_around
         # Under ``no_grad`` no backward follows, so nothing is sent.
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
-        if synchronises and private.current_graph_task() == private.NO_GRAPH_TASK:
-            self._reducer.check_finished(judges=self.module.training)
-            if self._buffer_sync is not None and self.module.training:
-                self._buffer_sync.exchange(apply=True)
-        return self._reducer.forward_begins(declared, synchronises=synchronises)
+        if torch.is_grad_enabled() and private.current_graph_task() == private.NO_GRAPH_TASK:
+            trains = self.module.training
+            if synchronises:
+                self.reducer.check_finished(judges=trains)
+                self._logging.forward_begins(self.reducer.times)
+            joins = self._uneven.forward_begins(self, synchronises=synchronises, trains=trains)
+            if synchronises and trains and not joins:
+                self._buffer_sync.at(BufferHookLocation.PRE_FORWARD)
+        return self.reducer.forward_begins(declared, synchronises=synchronises)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_ends(self, record: ForwardRecord, output: object) -> None:
-        self._reducer.forward_ends(record, output)
+        is_outermost = private.current_graph_task() == private.NO_GRAPH_TASK
+        if record.synchronises and is_outermost and self.module.training:
+            self._buffer_sync.at(BufferHookLocation.POST_FORWARD)
+        self.reducer.forward_ends(record, output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_failed(self, record: ForwardRecord) -> None:
-        self._reducer.forwards.end(record, is_over=True)
+        self.reducer.forwards.end(record, is_over=True)
 
     def _resolve(self, unused: Unused | None) -> frozenset[int]:
         """What ``unused`` names; an error says on which rank."""
         try:
             return self._params.resolve(unused)
         except UsageError as error:
-            raise type(error)(f"{self._reducer.where} {error}") from None
+            raise type(error)(f"{self.reducer.where} {error}") from None
 
     @contextmanager
     def unused(self, parameters: Unused) -> Iterator[None]:
@@ -249,9 +307,9 @@ class KnownDDP(nn.Module):
         declared = self._resolve(parameters)
         if private.current_graph_task() != private.NO_GRAPH_TASK and torch.is_grad_enabled():
             return  # a checkpoint runs the module again: it was told the first time
-        if not self._reducer.forwards.mark_unused(declared):
+        if not self.reducer.forwards.mark_unused(declared):
             raise DeclarationError(
-                f"{self._reducer.where} mark_unused found no call to mark: "
+                f"{self.reducer.where} mark_unused found no call to mark: "
                 "none is running, and the last one had its backward or its outputs are gone.\n"
                 "Fix: call it inside forward or between forward and backward; before a call use "
                 "forward(..., unused_parameters=...) or `with model.unused(...):`."
@@ -274,38 +332,35 @@ class KnownDDP(nn.Module):
 
     def stats(self) -> ReducerStatistics:
         """What the reducer has done so far on this rank."""
-        return self._reducer.statistics()
+        return self.reducer.statistics()
 
     # -- life cycle
 
     def _remove_autograd_hooks(self) -> None:
         """From now on this wrapper communicates no more, and its module may be wrapped again."""
-        self._reducer.remove_hooks()
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
-        """Leave these parameters and buffers of ``module`` (before it is wrapped) to each rank alone."""
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        self.reducer.remove_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not private.default_group():
             raise ModelError(
-                f"{self._reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
+                f"{self.reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group: a copy could not tell which group to use.\n"
                 "Fix: copy or save model.module, or its state_dict()."
             )
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_params", "_buffer_sync", "_release"):
+        for name in _NOT_COPIED:
             state.pop(name, None)
-        return state
+        return {**state, "forward_sync_buffers": self.forward_sync_buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        synchronises_buffers = state.pop("forward_sync_buffers")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = private.default_group()
         self.require_backward_grad_sync = True
         # No collective: copies are made on one rank alone, for an average of weights, say.
         comm = Collectives(self.process_group, own_group=self._options.own_group)
-        self._attach(comm, ManagedParams(self.module))
+        params = ManagedParams(self.module, self._options.reduce_dtype)
+        self._attach(comm, params, synchronises_buffers=synchronises_buffers)
 
 
 def _release(reducer: Reducer, comm: Collectives) -> None:

@@ -21,6 +21,10 @@ class ArgumentError(UsageError, ValueError):
     """A constructor argument, or a combination of them, makes no sense."""
 
 
+class MeshError(ArgumentError, RuntimeError):
+    """``device_mesh`` has more than one dimension, or was given beside ``process_group``."""
+
+
 class ModelError(UsageError, RuntimeError):
     """The wrapped module cannot be trained by KnownDDP as it is."""
 
@@ -51,6 +55,18 @@ class GradientTakenError(UsageError, RuntimeError):
 
 class BrokenTrustError(UsageError, RuntimeError):
     """Under ``unused_agreement="trust"`` a gradient came that this rank had declared unused, or one came twice."""
+
+
+class CommHookError(UsageError, RuntimeError):
+    """A communication hook returned something else than a future of one tensor, or was registered twice."""
+
+
+class CommHookTypeError(CommHookError, TypeError):
+    """What was registered as a communication hook cannot be called."""
+
+
+class GraphChangedError(UsageError, RuntimeError):
+    """Under ``static_graph=True`` a backward reached other parameters than the first one, on some rank."""
 
 
 class PeerError(KnownDDPError, RuntimeError):

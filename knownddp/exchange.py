@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .comm import DONE, Collectives, Work
+from .comm_hooks import CommHook, HookedWork
 from .errors import GradientTakenError, at_rank
 from .flat import FlatBucket, is_dense, sparse_share, with_strides_of
 from .params import NOTHING, ManagedParams
@@ -23,7 +24,26 @@ class Flight:
 
     bucket: BucketSpec
     work: Work
-    means: list[Tensor]  # one a parameter, in the bucket's order
+    packed: list[Tensor]  # one a parameter, in the bucket's order
+
+    def means(self) -> list[Tensor]:
+        """The parts of the packed bucket, after ``work``; or what a hook made of them."""
+        return self.work.means() if isinstance(self.work, HookedWork) else self.packed
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the buckets of one window are combined.
+
+    Attributes:
+        divisor: how many ranks take part, by which shares are divided before they are summed.
+        hook: combines each bucket instead, and divides itself.
+        contributes: this rank has a share; else it takes part with zeros, whatever stands in ``.grad``.
+    """
+
+    divisor: int
+    hook: CommHook | None = None
+    contributes: bool = True
 
 
 _open: list[GradientExchange] = []
@@ -37,6 +57,7 @@ class GradientExchange:
     travelled. At launch ``.grad`` is given up, so memory is free early.
 
     Args:
+        terms: how buckets are combined.
         stood_before: for a backward that was noticed one gradient late: what stood in that ``.grad`` before.
     """
 
@@ -45,11 +66,13 @@ class GradientExchange:
         params: ManagedParams,
         comm: Collectives,
         counters: Counters,
+        terms: Terms,
         stood_before: Mapping[int, Tensor | None],
     ) -> None:
         self._params = params
         self._comm = comm
         self._counters = counters
+        self._terms = terms
         self._stood_before = stood_before
         self._flights: list[Flight] = []
         self._has_travelled = bytearray(len(params))  # what was held back is on its way
@@ -79,30 +102,48 @@ class GradientExchange:
             self._streams[param_index] = torch.cuda.current_stream(grad.device)
 
     @torch.no_grad()
-    def launch(self, bucket: BucketSpec) -> None:
-        """Pack what this rank has for ``bucket`` and start its all-reduce."""
+    def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int) -> None:
+        """Pack what this rank has for ``bucket`` and start to combine it.
+
+        ``is_last`` and ``generation`` are for hooks: whether it is the last one of its plan, and the plan's generation.
+        """
         live, specs = self._live, [self._params.specs[i] for i in bucket.param_indices]
         grads = [param.grad if (param := live[i]) is not None else None for i in bucket.param_indices]
-        held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
         for i, grad in zip(bucket.param_indices, grads, strict=True):
             if grad is None and self._has_fired[i] and not self._has_travelled[i] and i not in self._stood_before:
                 raise gradient_taken(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
-        self._wait_for_streams(bucket, grads)
-        if bucket.is_sparse:
-            flat = sparse_share(grads[0], held_back[0], specs[0], self._comm.world_size)
-            means, numel = [flat], flat._values().numel()
+        if self._terms.contributes:
+            held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
-            packed = FlatBucket(specs)
-            packed.fill(grads, held_back, self._comm.world_size)
-            flat, means, numel = packed.flat, packed.views, packed.flat.numel()
-        # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
-        work = self._comm.all_reduce_sum(flat) if numel or bucket.is_sparse else DONE
-        self._flights.append(Flight(bucket, work, means))
+            held_back = [None] * len(grads)
+        self._wait_for_streams(bucket, grads)
+        divisor = 1 if self._terms.hook is not None else self._terms.divisor
+        if bucket.is_sparse:
+            flat = sparse_share(grads[0], held_back[0], specs[0], divisor)
+            packed, numel = [flat], flat._values().numel()
+        else:
+            filled = FlatBucket(specs)
+            filled.fill(grads, held_back, divisor)
+            flat, packed, numel = filled.flat, filled.views, filled.flat.numel()
         for i in bucket.param_indices:
             self._has_travelled[i] = 1
             self._set(i, None)
         self._counters.bytes_reduced += numel * flat.element_size()
         self._counters.buckets_launched += 1
+        self._send(bucket, flat, packed, is_last=is_last, generation=generation)
+
+    def _send(self, bucket: BucketSpec, flat: Tensor, packed: list[Tensor], *, is_last: bool, generation: int) -> None:
+        """Hand the packed bucket to the hook, else to the collectives."""
+        # Should it raise: the bucket counts as launched, since a hook may have called collectives already.
+        flight = Flight(bucket, DONE, packed)
+        self._flights.append(flight)
+        if self._terms.hook is not None:
+            specs = [self._params.specs[i] for i in bucket.param_indices]
+            params = [param for i in bucket.param_indices if (param := self._params.live[i]) is not None]
+            flight.work = self._terms.hook.run(bucket, flat, specs, params, is_last=is_last, generation=generation)
+        # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
+        elif bucket.is_sparse or flat.numel():
+            flight.work = self._comm.all_reduce_sum(flat)
 
     def _wait_for_streams(self, bucket: BucketSpec, grads: Sequence[Tensor | None]) -> None:
         """Order packing behind accumulations on other streams, and keep their memory until it is done."""
@@ -116,8 +157,8 @@ class GradientExchange:
                     current.wait_stream(stream)
                     grad.record_stream(current)
 
-    def launch_rest(self, buckets: Sequence[BucketSpec], *, failed: bool) -> Exception | None:
-        """Launch what is left of ``buckets``, whether full or not: peers wait for it.
+    def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> Exception | None:
+        """Launch what is left of ``plan``, whether full or not: peers wait for it.
 
         Returns what went wrong here (out of memory, say), or None. Either way everything is launched, unless the
         connection is lost. ``failed``: this rank failed already.
@@ -125,24 +166,25 @@ class GradientExchange:
         error: Exception | None = None
         if not failed:
             try:
-                for bucket in buckets[len(self._flights) :]:
-                    self.launch(bucket)
+                for bucket in plan.buckets[len(self._flights) :]:
+                    self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
             except Exception as raised:
                 error = raised
         if failed or error is not None:
-            self._launch_empty(buckets[len(self._flights) :])
+            self._launch_empty(plan, generation)
         try:
             return error
         finally:
             del error  # in the frame that its traceback holds it would be a cycle, and keep the model alive
 
-    def _launch_empty(self, buckets: Sequence[BucketSpec]) -> None:
+    def _launch_empty(self, plan: BucketPlan, generation: int) -> None:
         """This rank failed: take part in what peers wait for. Nobody will use the result, so all share one tensor.
 
         Gradients are put back first, which frees the memory of local ones: running out of it may be what failed.
         """
         self.restore()
         specs = self._params.specs
+        buckets = plan.buckets[len(self._flights) :]
         numel = {
             bucket: sum(specs[i].numel for i in bucket.param_indices) for bucket in buckets if not bucket.is_sparse
         }
@@ -154,16 +196,36 @@ class GradientExchange:
         for bucket in buckets:
             first = specs[bucket.param_indices[0]]
             if bucket.is_sparse:
-                flat = sparse_share(None, None, first, self._comm.world_size)
+                flat = sparse_share(None, None, first, self._terms.divisor)
             else:
                 flat = scratch[first.key][: numel[bucket]]
-            work = self._comm.all_reduce_sum(flat) if bucket.is_sparse or numel[bucket] else DONE
-            self._flights.append(Flight(bucket, work, []))
+            try:
+                self._send(bucket, flat, [], is_last=bucket is plan.buckets[-1], generation=generation)
+            except Exception:
+                if self._terms.hook is None:  # else it raises again what it raised before
+                    raise
 
     def wait(self) -> None:
         """Wait for everything launched so far. Safe once all ranks have launched it."""
         for flight in self._flights:
             flight.work.wait()
+
+    def wait_for_hook(self) -> Generator[Work, None, Exception | None]:
+        """If a hook combines buckets: wait for its futures, and return what went wrong in them, or None.
+
+        Before the ranks tell each other how their backward went: a hook that failed is a failed backward.
+        """
+        error: Exception | None = None
+        if self._terms.hook is not None:
+            for flight in self._flights:
+                try:
+                    yield flight.work
+                except Exception as raised:
+                    error, flight.work = raised, DONE
+        try:
+            return error
+        finally:
+            del error  # as in ``launch_rest``
 
     @torch.no_grad()
     def hand_back(self, touched: bytes, late: Collection[int]) -> None:
@@ -171,7 +233,7 @@ class GradientExchange:
         late = set(late)
         flights, self._flights = self._flights, []
         for flight in flights:
-            for i, mean in zip(flight.bucket.param_indices, flight.means, strict=True):
+            for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 if i in late:
                     self._late_means[i] = mean
                 elif touched[i]:
@@ -183,14 +245,14 @@ class GradientExchange:
                 self._set(i, before)
 
     @torch.no_grad()
-    def late_round(self, plan: BucketPlan) -> Generator[Work, None, None]:
+    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, None]:
         """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for."""
         self._counters.late_rounds += 1
         for bucket in plan.buckets:
-            self.launch(bucket)
+            self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
         for flight in self._flights:
             yield flight.work
-            for i, mean in zip(flight.bucket.param_indices, flight.means, strict=True):
+            for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 earlier = self._late_means.get(i)
                 self._set_mean(i, mean if earlier is None else earlier + mean)
 
@@ -218,18 +280,18 @@ class GradientExchange:
         param, before = self._live[i], self.held_back[i]
         if param is None:
             return
-        if before is not None and _can_take(before, mean):
+        if before is not None and _can_take(before, mean, param):
             param.grad = before.copy_(mean)
         else:
             param.grad = with_strides_of(param, mean)
 
 
-def _can_take(before: Tensor, mean: Tensor) -> bool:
+def _can_take(before: Tensor, mean: Tensor, param: Tensor) -> bool:
     """Whether ``mean`` can be written into the gradient that stood there."""
     return (
         before.layout is mean.layout is torch.strided
         and before.shape == mean.shape
-        and before.dtype == mean.dtype
+        and before.dtype == param.dtype
         and before.device == mean.device
         and not before.requires_grad
         and not before.is_inference()

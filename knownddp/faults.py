@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .errors import (
     BrokenTrustError,
+    GraphChangedError,
     HiddenOutputError,
     InternalError,
     KnownDDPError,
@@ -26,6 +27,9 @@ class Testimony:
     begun_at_output: bool  # its backward began at an output of the wrapper
     declared: tuple[str, ...]
     layout: tuple[str, ...]  # dtype and shape of each parameter
+    hook: str  # its communication hook
+    # Parameters that this graph reached and the first did not, the other way round, and another number of times.
+    changes: tuple[tuple[str, ...], ...]
 
 
 def _ranks(which: Sequence[int]) -> str:
@@ -39,10 +43,12 @@ def error_for(
 
     Args:
         where: this rank, as ``errors.at_rank`` says it.
-        told: every rank's testimony, by rank; none under "trust".
+        told: every rank's testimony, by rank; under "trust" this rank's alone.
         names: qualified names of all parameters.
         about: the parameters that the fault is about.
     """
+    if fault is Fault.GRAPH:
+        return _graph_changed(where, told, about)
     listed = shorten([names[i] for i in about])
     if fault is Fault.FAILED:
         failed = [r for r, one in enumerate(told) if one.failed]
@@ -75,15 +81,17 @@ def error_for(
             'Fix: draw the layers from a seed and the step alone (knownddp.LayerDropSampler), or use "union".'
         )
     if fault is Fault.MODELS:
-        pairs = [
+        hooks = [one.hook for one in told]
+        pairs = [] if len(set(hooks)) == 1 else [f"communication hooks by rank: {hooks}"]
+        pairs += [
             f"{names[i]}: {told[0].layout[i]} on rank 0, {one.layout[i]} on rank {r}"
             for r, one in enumerate(told)
             for i in range(len(names))
             if one.layout[i] != told[0].layout[i]
         ]
         return RanksDifferError(
-            f"{where} parameters no longer have the same dtype and shape on all ranks: {shorten(pairs, 4)}.\n"
-            "Nothing was sent or averaged.\nFix: cast or replace parameters on every rank alike."
+            f"{where} ranks are no longer alike in dtypes, shapes or hooks: {shorten(pairs, 4)}.\n"
+            "Nothing was sent or averaged.\nFix: cast or replace parameters, and register hooks, on every rank alike."
         )
     if fault is Fault.TRUST:
         return BrokenTrustError(
@@ -93,6 +101,27 @@ def error_for(
         )
     return InternalError(
         f"{where} ranks met at different places of the protocol. Please report it with the training loop that led here."
+    )
+
+
+def _graph_changed(where: str, told: Sequence[Testimony], stock_indices: Sequence[int]) -> GraphChangedError:
+    """It keeps both phrases that DistributedDataParallel's users search for."""
+    ways = ("reached now and not at first", "reached at first and not now", "reached another number of times")
+    said = [
+        f"on rank {r} {way}: {shorten(which)}"
+        for r, one in enumerate(told)
+        for way, which in zip(ways, one.changes, strict=True)
+        if which
+    ]
+    return GraphChangedError(
+        f"{where} Your training graph has changed in this iteration, which static_graph=True rules out: "
+        f"{'; '.join(said)}. No gradient of this backward was averaged; .grad is as it was before.\n"
+        "Fix: leave static_graph out, and declare what a step leaves unused, forward(..., unused_parameters=[...]).\n"
+        "In the words of DistributedDataParallel: Expected to have finished reduction in the prior iteration before "
+        "starting a new one. This error indicates that your training graph has changed in this iteration, e.g., one "
+        "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible "
+        "with static_graph set to True.\n"
+        f"Parameter indices which did not receive grad for {where[1:-1]}: {' '.join(map(str, stock_indices))}"
     )
 
 

@@ -49,11 +49,24 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return 0 in shape or all(n == 1 or s == c for n, s, c in zip(shape, strides, canonical, strict=True))
 
 
+def sliced(flat: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """One tensor a parameter over the storage of ``flat`` (1-D contiguous), in its shape and canonical strides.
+
+    They are not views to autograd.
+    """
+    views: list[Tensor] = []
+    offset = 0
+    for spec in specs:
+        views.append(storage_view(flat, offset, spec.shape, spec.strides))
+        offset += spec.numel
+    return views
+
+
 class FlatBucket:
     """The gradients of one bucket in one contiguous tensor.
 
-    Shapes: ``flat`` is 1-D with the elements of all parameters; ``views[k]`` has the shape and canonical strides of the
-    k-th parameter and shares ``flat``'s storage. Views are not autograd views.
+    Shapes: ``flat`` is 1-D with the elements of all parameters, in the dtype they travel in; ``views`` are ``sliced``
+    from it.
     """
 
     __slots__ = ("flat", "views")
@@ -61,18 +74,14 @@ class FlatBucket:
     def __init__(self, specs: Sequence[ParamSpec]) -> None:
         key: BucketKey = specs[0].key
         self.flat = torch.empty(sum(spec.numel for spec in specs), dtype=key.dtype, device=key.device)
-        self.views: list[Tensor] = []
-        offset = 0
-        for spec in specs:
-            self.views.append(storage_view(self.flat, offset, spec.shape, spec.strides))
-            offset += spec.numel
+        self.views = sliced(self.flat, specs)
 
     def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
         """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero.
 
         Shapes: those of the parameters, any strides, any layout.
-        Numerics: the sum is rounded once, then the quotient once, in the dtype of ``flat``, before anything is summed
-        over ranks, so that float16 does not overflow on the way.
+        Numerics: the sum is formed in the wider dtype of gradient and ``flat`` and rounded once to that of ``flat``,
+        then the quotient once, before anything is summed over ranks, so that float16 does not overflow on the way.
         """
         present, sources = [], []
         for view, grad, old in zip(self.views, grads, held_back, strict=True):
@@ -83,8 +92,10 @@ class FlatBucket:
                 assert one is not None
                 present.append(view)
                 sources.append(dense(one))
-            else:
+            elif torch.promote_types(old.dtype, view.dtype) == old.dtype:
                 torch.add(dense(old), dense(grad), out=view)
+            else:
+                view.copy_(dense(old)).add_(dense(grad))
         if present:
             torch._foreach_copy_(present, sources)
         if divisor != 1:
@@ -107,6 +118,7 @@ def sparse_share(grad: Tensor | None, held_back: Tensor | None, spec: ParamSpec,
         if one is not None:
             one = one.detach()
             one = one if one.is_sparse else one.to_sparse(1)
+            one = one.to(spec.key.dtype)
             total = one if total is None else total + one
     if total is None:
         indices = torch.zeros(1, 0, dtype=torch.int64, device=spec.key.device)
@@ -116,10 +128,11 @@ def sparse_share(grad: Tensor | None, held_back: Tensor | None, spec: ParamSpec,
 
 
 def with_strides_of(param: Tensor, mean: Tensor) -> Tensor:
-    """``mean`` itself where it is laid out as ``param`` is, else a copy that is.
+    """``mean`` itself where it has the dtype and strides of ``param``, else a copy that has.
 
     Strides of a parameter that is not dense cannot be had; its gradient stays as it is.
     """
+    mean = mean.to(param.dtype)
     if mean.layout is not torch.strided or mean.stride() == param.stride():
         return mean
     if not is_dense(param.shape, param.stride()):

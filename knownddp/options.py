@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _torch_private as private
-from .errors import ArgumentError
+from .errors import ArgumentError, MeshError
 from .protocol import Agreement
 
 MIB = 2**20
@@ -22,18 +22,10 @@ MIB = 2**20
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
 
-# Arguments that exist so that code written for DistributedDataParallel is understood, with their defaults there.
-NOT_YET: dict[str, object] = {
-    "check_reduction": False,
-    "static_graph": False,
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
-    "mixed_precision": None,
-    "device_mesh": None,
-    "skip_all_reduce_unused_params": False,
-    "bucket_cap_mb_list": None,
-    "batched_grad_copy": False,
-}
+STATIC_FINDS = (
+    "find_unused_parameters=True does nothing beside static_graph=True: the first backward shows which parameters are "
+    "unused, and that may not change."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +37,9 @@ class Options:
     forward_sync_buffers: bool
     cap_bytes: tuple[int, ...]
     find_unused_parameters: bool
+    static_graph: bool
+    delayed: tuple[str, ...]  # names of parameters that are launched only when the backward is over
+    reduce_dtype: torch.dtype | None  # what real floating-point gradients travel in; None: their own dtype
     agreement: Agreement
     own_group: bool
 
@@ -55,6 +50,9 @@ class Options:
             "forward_sync_buffers": self.forward_sync_buffers,
             "bucket_cap_mb": tuple(cap / MIB for cap in self.cap_bytes),
             "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "delay_all_reduce_named_params": self.delayed,
+            "reduce_dtype": str(self.reduce_dtype),
             "unused_agreement": self.agreement.value,
             "own_group": self.own_group,
         }
@@ -66,24 +64,34 @@ def gather_options(
     broadcast_buffers: bool | None,
     forward_sync_buffers: bool | None,
     bucket_cap_mb: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
     find_unused_parameters: bool,
+    static_graph: bool,
+    check_reduction: bool,
+    delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    param_to_hook_all_reduce: torch.nn.Parameter | None,
+    reduce_dtype: torch.dtype | None,
     unused_agreement: str,
     own_group: bool,
-    not_yet: dict[str, object],
 ) -> Options:
     """Check the arguments against each other.
 
     Raises:
-        NotImplementedError: an argument that does nothing yet was given another value than its default.
         ArgumentError: a value that makes no sense.
     """
-    for name, value in not_yet.items():
-        if value != NOT_YET[name]:
-            raise NotImplementedError(f"KnownDDP does not support {name}={value!r} yet; leave it at {NOT_YET[name]!r}")
     if broadcast_buffers is not None:
         _warn_of_broadcast_buffers(forward_sync_buffers)
-    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
-        raise ArgumentError(f"bucket_cap_mb is a size in MiB and must be positive, got {bucket_cap_mb}")
+    if check_reduction:
+        text = "The `check_reduction` argument is deprecated: every backward ends with a check, and it does nothing."
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    if static_graph and find_unused_parameters:
+        warnings.warn(STATIC_FINDS, stacklevel=3)
+    if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+        raise ArgumentError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise ArgumentError(f"reduce_dtype must be a real floating-point dtype, got {reduce_dtype}")
     try:
         agreement = Agreement(unused_agreement)
     except ValueError:
@@ -94,13 +102,25 @@ def gather_options(
         device=device,
         init_sync_buffers=old if forward_sync_buffers is None else True,
         forward_sync_buffers=old if forward_sync_buffers is None else forward_sync_buffers,
-        cap_bytes=(DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
-        if bucket_cap_mb is None
-        else (max(1, int(bucket_cap_mb * MIB)),),
+        cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
         find_unused_parameters=find_unused_parameters,
+        static_graph=static_graph,
+        delayed=tuple(name for name, _ in delay_all_reduce_named_params or ()),
+        reduce_dtype=reduce_dtype,
         agreement=agreement,
         own_group=own_group,
     )
+
+
+def _cap_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """Limits in bytes: the first for the first bucket and so on, the last one for all others."""
+    if bucket_cap_mb is None and not bucket_cap_mb_list:
+        return DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
+    caps = list(bucket_cap_mb_list) if bucket_cap_mb_list else [bucket_cap_mb]
+    if not all(cap is not None and 0 < cap < math.inf for cap in caps):
+        name = "bucket_cap_mb_list" if bucket_cap_mb_list else "bucket_cap_mb"
+        raise ArgumentError(f"{name} is in MiB and must be positive, got {caps if bucket_cap_mb_list else caps[0]}")
+    return tuple(max(1, int(cap * MIB)) for cap in caps if cap is not None)
 
 
 def _warn_of_broadcast_buffers(forward_sync_buffers: bool | None) -> None:
@@ -114,8 +134,21 @@ def _warn_of_broadcast_buffers(forward_sync_buffers: bool | None) -> None:
     warnings.warn(text, FutureWarning, stacklevel=4)
 
 
-def choose_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group to average over."""
+def choose_group(
+    module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: private.DeviceMesh | None
+) -> dist.ProcessGroup:
+    """The group to average over.
+
+    A mesh that was cut out of a larger one means that ``module`` is sharded over the other dimension (tensor
+    parallelism): its parameters are then replaced by the shards they are made of, as DistributedDataParallel does.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise MeshError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh.ndim != 1:
+            raise MeshError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        private.unshard_if_submesh(module, device_mesh)
+        return device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         return private.default_group()
     if not isinstance(process_group, dist.ProcessGroup):

@@ -46,10 +46,15 @@ class ManagedParams:
 
     Frozen parameters are managed too: they may be thawed later. Parameters are read afresh by ``refresh``, since
     modules may replace them, freeze them, or move them to another dtype.
+
+    Args:
+        module: the module that is wrapped.
+        reduce_dtype: what the gradients of real floating-point parameters travel in; None: their own.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
         self.ignored = ignored_names(module)
+        self._reduce_dtype = reduce_dtype
         places: dict[int, list[str]] = {}  # id(parameter) -> qualified names; more than one if it is tied
         self._homes: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self.names: list[str] = []
@@ -83,6 +88,7 @@ class ManagedParams:
         self.trainable: list[bool] = []
         self._was_trainable = [param.requires_grad for param in self.live if param is not None]
         self.specs: list[ParamSpec] = []
+        self.signature = 0  # 32 bits that ranks with the same dtypes and shapes share
         self._canonical: list[tuple[int, ...]] = []
         self._state: list[object] = []
 
@@ -146,6 +152,7 @@ class ManagedParams:
         self.live, self._state = live, state
         self._index_of_id = {id(param): i for i, param in enumerate(live) if param is not None}
         self.specs = [self._spec(i, param) for i, param in enumerate(live)]
+        self.signature = self._sign()
         return True
 
     def set_canonical(self, strides: Sequence[tuple[int, ...]]) -> None:
@@ -161,12 +168,12 @@ class ManagedParams:
             agreed = row_major(shape)  # the shape changed after construction
         # Equal up to dimensions of size 1: keep the parameter's own, so that its gradient has its very strides.
         strides = own if canonical_strides(shape, own) == agreed and is_dense(shape, own) else agreed
-        key = BucketKey(param.dtype, param.device)
-        nbytes = param.numel() * param.element_size()
+        travels_in = self._reduce_dtype if self._reduce_dtype and param.dtype.is_floating_point else param.dtype
+        key = BucketKey(travels_in, param.device)
+        nbytes = param.numel() * travels_in.itemsize
         return ParamSpec(self.names[i], shape, strides, param.numel(), nbytes, key, self.sparse[i])
 
-    def signature(self) -> int:
-        """32 bits that ranks with the same dtypes and shapes share."""
+    def _sign(self) -> int:
         kinds: dict[BucketKey, int] = {}  # device numbers may differ between ranks, the grouping by them may not
         seen = [(str(s.key.dtype), s.key.device.type, kinds.setdefault(s.key, len(kinds)), s.shape) for s in self.specs]
         return zlib.crc32(repr(seen).encode())

@@ -63,7 +63,8 @@ class Planner:
 
     ``order`` is the launch order of all parameters: reversed definition order until ``learn`` replaces it with what
     the first backward showed. ``held`` are parameters known to fire more than once, or at a time the engine cannot
-    foretell; until an order was learnt every parameter is held.
+    foretell; until an order was learnt every parameter is held. ``generation`` grows when an order is learnt, since
+    buckets before and after have nothing in common.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], limits: Sequence[int]) -> None:
@@ -73,6 +74,7 @@ class Planner:
         self.order: list[int] = list(reversed(range(len(specs))))
         self.held: set[int] = set()
         self.has_learnt = False
+        self.generation = 0
         self._plans: OrderedDict[bytes, BucketPlan] = OrderedDict()
         self.set_specs(specs)
 
@@ -132,6 +134,7 @@ class Planner:
             self.order += followers.get(i, ())
         self.held.update(repeated)
         self.has_learnt = True
+        self.generation += 1
         self._plans.clear()
 
     def hold(self, param_indices: Iterable[int]) -> None:

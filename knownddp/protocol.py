@@ -61,6 +61,7 @@ class Fault(Enum):
     NESTED = auto()  # a backward began where its end cannot be seen
     UNSEEN = auto()  # some ranks only guess that theirs is a backward of this wrapper, others know
     FAILED = auto()  # a backward raised on some rank
+    GRAPH = auto()  # the graph was promised to be static and changed on some rank
     TRUST = auto()  # under "trust": a gradient that was not expected, on this rank alone
 
 
@@ -73,6 +74,7 @@ class Flag(IntFlag):
     FAILED = 8
     SEEN = 16  # the backward began at an output of the wrapper
     GUESSED = 32  # it began at a parameter, while a forward was open whose outputs were all in sight
+    CHANGED = 64  # the graph is not the one of the first backward, though it was promised to be
 
 
 # Bits of a parameter's byte in OPEN ...
@@ -151,7 +153,7 @@ class WindowProtocol:
         self.agreement = agreement
         # With detection: parameters that the engine does not foretell, such as those inside reentrant checkpoints.
         self.unforeseen: set[int] = set()
-        self._detects_unused = detects_unused
+        self.detects_unused = detects_unused
         self._num_params = num_params
         self._ones = int.from_bytes(b"\1" * num_params, "little")
         self._since_forward = 0  # the CLOSE lanes of all windows since the last synchronising forward, ORed
@@ -164,6 +166,7 @@ class WindowProtocol:
         self._expected = bytes(n)
         self._carried: Collection[int] = ()
         self._fired = bytearray(n)
+        self._repeated: list[int] = []
         self._late: set[int] = set()
         self._early: list[int] = []
         self._arrivals: list[int] = []
@@ -200,6 +203,7 @@ class WindowProtocol:
         signature: int = 0,
         nested: bool = False,
         guessed: bool = False,
+        joined: bool = False,
     ) -> bytes:
         """A synchronising backward begins.
 
@@ -210,6 +214,7 @@ class WindowProtocol:
             signature: 32 bits that all ranks must share (a hash of dtypes and shapes).
             nested: this backward began where its end cannot be seen; every rank is to raise.
             guessed: this backward reached a parameter without passing an output; it is an error if others know better.
+            joined: this rank has no input left and only takes part in what others do; it has no say in anything.
 
         Returns:
             The OPEN message, to be combined by bitwise OR with that of all ranks; under ``TRUST`` it stands for all.
@@ -220,6 +225,8 @@ class WindowProtocol:
         said = int.from_bytes(flags_of(declared, self._num_params), "little")
         lane = int.from_bytes(expected, "little") * EXPECTED | said * DECLARED | (self._ones ^ said) * NEEDED
         lane |= int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
+        if joined:
+            return self._message(Flag.OPEN, signature, 0)
         how = Flag.GUESSED if guessed else Flag.SEEN
         return self._message(Flag.OPEN | how | (Flag.NESTED if nested else Flag(0)), signature, lane)
 
@@ -275,6 +282,8 @@ class WindowProtocol:
         if not self.planner.has_learnt:
             self._arrivals.append(param_index)
         is_first = not self._fired[param_index]
+        if not is_first:
+            self._repeated.append(param_index)
         self._fired[param_index] = 1
         if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position
             self._late.add(param_index)
@@ -298,6 +307,10 @@ class WindowProtocol:
         """Whether any gradient came on this rank."""
         return any(self._fired)
 
+    def fired(self) -> tuple[bytes, tuple[int, ...]]:
+        """Which gradients came on this rank: a byte for each parameter, and those that came again, once a time."""
+        return bytes(self._fired), tuple(sorted(self._repeated))
+
     def end(self) -> range:
         """The backward is over. Returns the buckets still to launch, in plan order, whether full or not: peers wait."""
         self._move(Phase.REDUCING, Phase.CLOSING)
@@ -305,12 +318,13 @@ class WindowProtocol:
         self._next = len(self.plan.buckets)
         return rest
 
-    def close(self, promised: bytes, *, failed: bool = False) -> bytes:
+    def close(self, promised: bytes, *, failed: bool = False, changed: bool = False) -> bytes:
         """Everything is launched. Returns the CLOSE message, to be combined as OPEN is.
 
         Args:
             promised: a byte for each parameter: 1 if a forward whose output took part promised its gradient.
             failed: this rank's backward raised.
+            changed: this rank's graph is not the one it was promised to be.
         """
         if self.phase is not Phase.CLOSING:
             raise InternalError(f"CLOSE cannot be made in phase {self.phase.name}")
@@ -318,7 +332,8 @@ class WindowProtocol:
         lane |= int.from_bytes(self._fired, "little") * TOUCHED
         for bit, some in ((TOUCHED, self._carried), (LATE, self._late)):
             lane |= int.from_bytes(flags_of(some, self._num_params), "little") * bit
-        return self._message(Flag.CLOSE | (Flag.FAILED if failed else Flag(0)), 0, lane)
+        what = Flag.CLOSE | (Flag.FAILED if failed else Flag(0)) | (Flag.CHANGED if changed else Flag(0))
+        return self._message(what, 0, lane)
 
     def closed(self, message: bytes) -> Closing:
         """The CLOSE of all ranks is known."""
@@ -327,6 +342,8 @@ class WindowProtocol:
             return Closing(Fault.CROSSED)
         if message[0] & Flag.FAILED:
             return Closing(Fault.FAILED)
+        if message[0] & Flag.CHANGED:
+            return Closing(Fault.GRAPH)
         lane = message[HEADER_BYTES:]
         self._since_forward |= int.from_bytes(lane, "little")
         touched, late_flags = lane.translate(_TOUCHED), lane.translate(_LATE)
@@ -336,9 +353,9 @@ class WindowProtocol:
             return Closing(Fault.TRUST if late else None, self.agreed, late, None, order_due)
         late_plan = self.planner.plan(late_flags) if late else None
         if late:
-            if self._detects_unused:
+            if self.detects_unused:
                 self.unforeseen.update(late)
-            self.planner.hold(late if self._detects_unused else [i for i in late if self.agreed[i]])
+            self.planner.hold(late if self.detects_unused else [i for i in late if self.agreed[i]])
         return Closing(None, touched, late, late_plan, order_due and any(touched))
 
     def settled(self) -> None:

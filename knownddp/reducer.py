@@ -1,5 +1,7 @@
 """The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's.
 
+This is the first half of a window, up to the end of the backward; ``closing.py`` is the second.
+
 One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
 accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go ->
 ``GradientExchange.launch`` packs and all-reduces them -> the end of the backward runs ``closing_steps``: what never
@@ -12,26 +14,30 @@ import contextlib
 import functools
 import itertools
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from . import _torch_private as private
 from .buffers import BufferSync
-from .comm import DONE, Collectives, Work, run
-from .errors import KnownDDPError, PeerError, UnfinishedBackwardError, at_rank
-from .exchange import GradientExchange, gradient_taken, is_held_elsewhere
-from .faults import Testimony, dispute_message, error_for, unfinished_message
+from .closing import Closing
+from .comm import Collectives, run
+from .comm_hooks import CommHook
+from .errors import PeerError, UnfinishedBackwardError, UsageError
+from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
+from .faults import unfinished_message
 from .flat import dense
 from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
+from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
+from .optimizers import BackwardOptimizers
 from .params import ManagedParams
 from .plan import Planner
-from .protocol import Agreement, Fault, Phase, WindowProtocol
-from .stats import Counters, ReducerStatistics
+from .protocol import Agreement, Phase, WindowProtocol
+from .stats import Counters, ReducerStatistics, Times
 from .window import LocalBackward, TaskEnd, Window
 
 _numbers = itertools.count()
@@ -39,55 +45,82 @@ _no_backward = weakref.ref(LocalBackward())  # dead at once
 _reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
-class Reducer:
+class Reducer(Closing):
     """Averages the gradients of ``params`` over the ranks of ``comm``, one window a synchronising backward.
 
     Args:
         params: the managed parameters, refreshed at each forward.
         comm: the collectives.
-        buffers: exchanged once a window; None if they are not synchronised.
+        buffers: exchanged once a window.
         limits: bucket sizes in bytes (see ``buckets.assign``).
         agreement: what to do about declarations that differ.
         find_unused: expect what the engine is about to run instead of what was not declared.
+        static_graph: expect what the first backward brought; another graph is an error.
+        delayed: parameters that are launched only when the backward is over.
     """
 
     def __init__(
         self,
         params: ManagedParams,
         comm: Collectives,
-        buffers: BufferSync | None,
+        buffers: BufferSync,
         *,
         limits: Sequence[int],
         agreement: Agreement,
         find_unused: bool,
+        static_graph: bool = False,
+        delayed: Collection[int] = (),
     ) -> None:
         self.params = params
         self.comm = comm
         self.buffers = buffers
-        self.find_unused = find_unused
+        self.find_unused = find_unused and not static_graph
+        self.history = GraphHistory(is_promised=static_graph)
+        self.optimizers = BackwardOptimizers()
         self.counters = Counters()
+        self.times = Times()
         self.window: Window | None = None
+        self.hook: CommHook | None = None
+        self.divisor = comm.world_size  # ranks that take part; fewer where join() is told to count them
+        self.joining = False  # in a join context: each synchronising forward owes one window
+        self.owes_window = False
+        self.last_error = ""
+        self._agreement = agreement
         self.number = next(_numbers)
         # Hooks run on an engine thread for each device, and so may the end of a backward that raised.
         self.lock = threading.RLock()
         params.refresh()
         self._limits = tuple(limits)
-        self._planner = Planner(params.specs, limits)
-        self.protocol = WindowProtocol(self._planner, len(params), agreement, detects_unused=find_unused)
+        self.planner = Planner(params.specs, limits)
+        self.planner.hold(delayed)
+        self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
         self._nodes = GradientNodes(len(params), self._on_grad_ready)
         self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
-        self._touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
+        self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
-        self._warned_of_dispute = False
+        self._sync_next = False
         self._is_off = False
-        self._signature = params.signature()
+        self.forwards_begun = 0
         self._nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
 
     @property
-    def where(self) -> str:
-        """This rank, for messages."""
-        return at_rank(self.comm.rank, self.comm.world_size)
+    def follows_program_order(self) -> bool:
+        """Whether launches must come at the same point of the program on all ranks: hooks may use any group."""
+        return self.comm.follows_program_order or (self.hook is not None and not self.hook.is_own)
+
+    def set_static(self) -> None:
+        """From the first backward on the graph may not change."""
+        self.find_unused = self.protocol.detects_unused = False
+        self.history = GraphHistory(is_promised=True)
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """The next backward synchronises, though its forward ran under ``no_sync``.
+
+        For code written for DistributedDataParallel: pipeline schedules and trainers that call this before the last of
+        several backwards. ``outputs`` is not needed here.
+        """
+        self._sync_next = True
 
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
@@ -127,14 +160,16 @@ class Reducer:
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward, reading the parameters as they are now."""
+        if not self.forwards_begun:
+            self.optimizers.adopt(self.params.live)
+        self.forwards_begun += 1
         self._read_params()
         trainable = self.params.trainable
         return self.forwards.begin(declared, trainable, synchronises=synchronises and any(trainable))
 
     def _read_params(self) -> None:
         if self.params.refresh():
-            self._planner.set_specs(self.params.specs)
-            self._signature = self.params.signature()
+            self.planner.set_specs(self.params.specs)
             self._nodes.forget()
         self._nodes.hook(self.params.live, self.params.trainable)
 
@@ -153,7 +188,7 @@ class Reducer:
         return self.counters.snapshot(
             phase=self.protocol.phase.name,
             buckets_planned=len(self.protocol.plan.buckets),
-            plans_cached=len(self._planner),
+            plans_cached=len(self.planner),
             unforeseen=tuple(self.params.names_of(sorted(self.protocol.unforeseen))),
         )
 
@@ -170,7 +205,8 @@ class Reducer:
             elif not self._nodes.begins_backward():
                 if torch.is_grad_enabled() and record.synchronises:
                     self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
-            elif record.synchronises:
+            elif record.synchronises or self._sync_next:
+                record.synchronises = True
                 self.forwards.visit(record)
                 _begin_all()
             else:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
@@ -191,53 +227,77 @@ class Reducer:
 
     def _begin(self, *, stood_before: Mapping[int, Tensor | None] | None = None) -> None:
         """``stood_before``: the backward was noticed at a parameter, whose ``.grad`` held this before."""
+        self._settle_debt()
+        self.times.mark("backward_begun")
         self._local = _no_backward
+        self._sync_next = False
         at_parameter = stood_before is not None
         nested = at_parameter and inside_nested_task()
         guessed = at_parameter and not self.forwards.is_out_of_sight()
-        if self.buffers is not None:
-            self.buffers.exchange(apply=False)
         participants = self.forwards.participants()
-        gradients = GradientExchange(self.params, self.comm, self.counters, stood_before or {})
-        declared = declared_by_all(participants)
-        if self.find_unused:
+        terms = Terms(self.divisor, self.hook)
+        gradients = GradientExchange(self.params, self.comm, self.counters, terms, stood_before or {})
+        expected = self.history.expected()
+        if expected is None and (self.find_unused or self.history.is_promised):
             expected = self._nodes.foreseen([i for i in self.protocol.unforeseen if self.params.trainable[i]])
-        else:
+        elif expected is None:
             expected = promised_by(participants, len(self.params))
         if gradients.elsewhere:
             expected = bytes(e and i not in gradients.elsewhere for i, e in enumerate(expected))
-        carried = [i for i in self._touched_locally if gradients.held_back[i] is not None]
-        self.window = window = Window(participants, gradients, not at_parameter)
+        window = Window(participants, gradients, not at_parameter)
         TaskEnd.of_running_task().add(self, window)
-        message = self.protocol.begin(
-            expected, carried, declared, signature=self._signature, nested=nested, guessed=guessed
-        )
-        window.opening = self._combine(message)
+        self._open(window, expected, nested=nested, guessed=guessed)
         if nested or self.protocol.agreement is not Agreement.UNION:
-            self._look_at_opening(window)
+            self.look_at_opening(window)
             if window.outcome is not None and window.outcome.fault is not None:  # raised now, while nothing was sent
                 run(self.closing_steps(window, failed=False))
 
-    def _combine(self, message: bytes) -> tuple[Work, Tensor]:
-        """Start to combine a message with that of all ranks. Under "trust" one's own stands for all."""
-        combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
+    def _settle_debt(self) -> None:
+        """In a join context a window must be the one that its forward announced: joined ranks wait for that alone."""
+        if self.joining and not self.owes_window:
+            raise UsageError(
+                f"{self.where} a second backward began after one forward inside join().\n"
+                "Why: ranks without inputs take part in one backward for each forward; they would miss this one.\n"
+                "Fix: add the losses and call backward once, or run all but the last forward and backward in no_sync()."
+            )
+        self.owes_window = False
 
-    def _look_at_opening(self, window: Window, *, launches: bool = True) -> None:
-        """OPEN has come back, or must be waited for."""
-        assert window.opening is not None
-        work, message = window.opening
-        window.opening = None
-        work.wait()
-        window.outcome = self.protocol.opened(message.numpy().tobytes())
-        if window.outcome.fault is not None:
-            return
-        agreed, trainable = self.protocol.agreed, self.params.trainable
-        self.counters.bytes_skipped += sum(
-            spec.nbytes for i, spec in enumerate(self.params.specs) if trainable[i] and not agreed[i]
+    def _open(
+        self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, joined: bool = False
+    ) -> None:
+        """Send OPEN."""
+        self.buffers.exchange(apply=False)
+        # Joined ranks cannot know declarations that nobody tells them.
+        trusts = self._agreement is Agreement.TRUST
+        self.protocol.agreement = Agreement.UNION if trusts and self.joining else self._agreement
+        held_back = window.gradients.held_back
+        carried = [i for i in self.touched_locally if held_back[i] is not None] if not joined else []
+        self.window = window
+        message = self.protocol.begin(
+            expected,
+            carried,
+            declared_by_all(window.participants),
+            signature=zlib.crc32(self.hook_name.encode(), self.params.signature),
+            nested=nested,
+            guessed=guessed,
+            joined=joined,
         )
-        if launches:
-            self._launch(window, window.outcome.launch)
+        window.opening = self.combine(message)
+
+    def take_part(self, *, joined: bool) -> None:
+        """A window in which this rank has no backward, but others have: the mean reaches this rank too.
+
+        ``joined``: this rank has no inputs left; it contributes zeros and has no say. Else it contributes like a rank
+        whose backward reaches no parameter.
+        """
+        with self.lock:
+            self.owes_window = False
+            self._read_params()
+            terms = Terms(self.divisor, self.hook, contributes=not joined)
+            gradients = GradientExchange(self.params, self.comm, self.counters, terms, {})
+            window = Window([], gradients, begun_at_output=True, has_graph=False)
+            self._open(window, bytes(len(self.params)), joined=True)
+            run(self.closing_steps(window, failed=False))
 
     # -- reduce
 
@@ -259,9 +319,10 @@ class Reducer:
             if window is None or (window.outcome is not None and window.outcome.fault is not None):
                 return
             window.gradients.note(param_index, grad)
-            self._launch(window, self.protocol.ready(param_index))
-            if window.may_look_at_opening(self.comm, self.params.specs[param_index].nbytes, self._limits[0]):
-                self._look_at_opening(window)
+            self.launch(window, self.protocol.ready(param_index))
+            nbytes, in_program_order = self.params.specs[param_index].nbytes, self.follows_program_order
+            if window.may_look_at_opening(nbytes, self._limits[0], in_program_order=in_program_order):
+                self.look_at_opening(window)
 
     def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.
@@ -272,119 +333,13 @@ class Reducer:
         sum. If nothing was out of sight that is a guess, which OPEN compares between ranks.
         """
         if self._local() is not None or not self.forwards.is_expecting():
-            self._touched_locally.add(param_index)
+            self.touched_locally.add(param_index)
             return False
         with torch.no_grad():
             before = None if torch.equal(dense(total), dense(grad)) else total - grad
         self._begin(stood_before={param_index: before})
         _begin_all()
         return True
-
-    def _launch(self, window: Window, positions: range) -> None:
-        """Start the all-reduces of these buckets of the plan."""
-        for position in positions:
-            window.gradients.launch(self.protocol.plan.buckets[position])
-
-    # -- close
-
-    def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
-        """Close the window: yields each handle to wait for.
-
-        ``failed``: this rank's backward raised; take part so that no rank waits, then every other rank raises. Raises
-        what the window's fault is, after gradients are back to what they were.
-        """
-        try:
-            yield from self._closing_steps(window, failed)
-        except BaseException:
-            if self.window is window:  # no error of the protocol: those end the window first
-                self.protocol.break_off()
-                self._end(window, restore=True)
-            raise
-
-    def _closing_steps(self, window: Window, failed: bool) -> Generator[Work, None, None]:
-        protocol, gradients = self.protocol, window.gradients
-        if window.opening is not None:
-            yield window.opening[0]
-            self._look_at_opening(window, launches=False)
-        assert window.outcome is not None
-        if window.outcome.fault is not None:
-            raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
-        protocol.end()
-        own_error = gradients.launch_rest(protocol.plan.buckets, failed=failed)
-        failed = failed or own_error is not None
-        work, message = self._combine(protocol.close(self._promised(window), failed=failed))
-        yield work
-        gradients.wait()
-        closing = protocol.closed(message.numpy().tobytes())
-        if closing.fault is not None and closing.fault is not Fault.TRUST:
-            error = yield from self._error_of(window, closing.fault, (), failed)
-            try:
-                raise own_error or error
-            finally:
-                del own_error, error  # else a cycle through the traceback keeps the model alive
-        gradients.hand_back(closing.touched, closing.late)
-        if closing.late_plan is not None:
-            yield from gradients.late_round(closing.late_plan)
-        elif closing.fault is Fault.TRUST:
-            gradients.keep_late_ones_local(closing.late)
-        if closing.order_due:
-            order = torch.tensor(protocol.order_message(), dtype=torch.int64)
-            yield self.comm.combine_max(order)
-            protocol.learn(order.tolist())
-        self._touched_locally.clear()
-        self.counters.backwards_finished += 1
-        self._end(window, restore=False)
-        self._tell_of_dispute(window.outcome.disputed)
-        if closing.fault is Fault.TRUST:
-            raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
-
-    def _promised(self, window: Window) -> bytes:
-        """What the forwards promised whose outputs took part.
-
-        Nothing with detection, nor on a rank whose backward reached no parameter (a constant loss), as in stock DDP.
-        """
-        at_output = window.begun_at_output  # else no hook told which, and what had a backward kept its promise
-        records = [r for r in window.participants if (r.visited if at_output else not r.was_closed)]
-        promises = self.protocol.has_fired and not self.find_unused
-        promised = bytearray(promised_by(records if promises else (), len(self.params)))
-        for i in window.undefined | window.gradients.elsewhere:
-            promised[i] = 0
-        return bytes(promised)
-
-    def _end(self, window: Window, *, restore: bool) -> None:
-        """The window is over; gradients stay as they are, or go back to what they were when it began."""
-        if restore:
-            window.gradients.restore()
-        window.gradients.release()
-        if self.protocol.phase is Phase.SETTLING:
-            self.protocol.settled()
-        self.window = None
-        self.forwards.window_closed()
-        if self.buffers is not None and self.protocol.phase is not Phase.BROKEN:
-            self.buffers.window_over()
-
-    def _error_of(
-        self, window: Window, fault: Fault, about: tuple[int, ...], failed: bool
-    ) -> Generator[Work, None, KnownDDPError]:
-        """Every rank is here. End the window, hear what the others know, and return the exception to raise."""
-        layout = tuple(f"{str(s.key.dtype).removeprefix('torch.')}{list(s.shape)}" for s in self.params.specs)
-        declared = tuple(self.params.names_of(sorted(declared_by_all(window.participants))))
-        mine = Testimony(failed, inside_nested_task(), window.begun_at_output, declared, layout)
-        self._end(window, restore=True)
-        told: Sequence[Testimony] = ()
-        if fault is Fault.CROSSED:  # ranks are not at the same place, so nothing can be exchanged any more
-            self.protocol.break_off()
-        elif self.protocol.agreement is not Agreement.TRUST:
-            told = yield from self.comm.gather_steps(mine)
-        return error_for(fault, self.where, told, self.params.names, about)
-
-    def _tell_of_dispute(self, disputed: Sequence[int]) -> None:
-        """Differing declarations cost bytes: count them, and say so once."""
-        costly = [i for i in disputed if self.protocol.agreed[i]]
-        self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
-        if costly and not self._warned_of_dispute:
-            self._warned_of_dispute = True
-            warnings.warn(dispute_message(self.where, self.params.names_of(costly)), stacklevel=2)
 
 
 def _begin_all() -> None:

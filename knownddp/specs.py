@@ -20,6 +20,7 @@ class BucketKey(NamedTuple):
 class ParamSpec:
     """One managed parameter as all ranks see it.
 
+    ``key`` and ``nbytes`` are those in which its gradient travels.
     ``strides`` are canonical: rank 0's where they are dense, row-major otherwise (see ``flat.canonical_strides``).
     ``is_sparse`` says that its gradient is expected in sparse layout.
     """

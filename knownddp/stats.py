@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 
 
@@ -56,3 +57,44 @@ class Counters:
             plans_cached=plans_cached,
             unforeseen=unforeseen,
         )
+
+
+@dataclass(slots=True)
+class Times:
+    """When the parts of the running step came, in nanoseconds; 0: not yet."""
+
+    forward_begun: int = 0
+    backward_begun: int = 0
+    first_launch: int = 0
+    backward_over: int = 0
+    closed: int = 0
+
+    def mark(self, name: str) -> None:
+        """Now. What was marked already keeps its time."""
+        if not getattr(self, name):
+            setattr(self, name, time.perf_counter_ns())
+
+    def restart(self) -> None:
+        """A step begins."""
+        self.backward_begun = self.first_launch = self.backward_over = self.closed = 0
+        self.forward_begun = time.perf_counter_ns()
+
+    def durations(self) -> dict[str, int]:
+        """By the names of DistributedDataParallel's logging data. At least 1 where something took place."""
+        launched = self.first_launch or self.closed
+        return {
+            "forward_compute_time": max(1, self.backward_begun - self.forward_begun),
+            "backward_compute_time": max(1, self.backward_over - self.backward_begun),
+            "backward_comm_time": max(1, self.closed - launched),
+            "backward_compute_comm_overlap_time": max(0, self.backward_over - launched),
+        }
+
+    def moments(self) -> dict[str, int]:
+        """The times themselves, likewise."""
+        return {
+            "forward_compute_time_start": self.forward_begun,
+            "backward_compute_time_start": self.backward_begun,
+            "backward_comm_time_start": self.first_launch or self.closed,
+            "backward_compute_time_end": self.backward_over,
+            "backward_comm_time_end": self.closed,
+        }

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from . import _torch_private as private
-from .comm import Collectives, Work, run_in_turn, run_together
+from .comm import Work, run_in_turn, run_together
 from .exchange import GradientExchange
 from .forwards import ForwardRecord
 from .protocol import Opening
@@ -30,19 +30,20 @@ class Window:
     participants: list[ForwardRecord]
     gradients: GradientExchange
     begun_at_output: bool
+    has_graph: bool = True
     opening: tuple[Work, Tensor] | None = None
     outcome: Opening | None = None
     undefined: set[int] = field(default_factory=set)  # parameters whose gradient was undefined on this rank
     early_bytes: int = 0
 
-    def may_look_at_opening(self, comm: Collectives, nbytes: int, first_cap_bytes: int) -> bool:
+    def may_look_at_opening(self, nbytes: int, first_cap_bytes: int, *, in_program_order: bool) -> bool:
         """Whether to look at OPEN in the middle of the backward, ``nbytes`` more being ready: when it is there.
 
-        Where launches must follow the order of the program: when a first bucket could be full.
+        ``in_program_order``: when a first bucket could be full.
         """
         if self.opening is None:
             return False
-        if not comm.follows_program_order:
+        if not in_program_order:
             return self.opening[0].is_completed()
         self.early_bytes += nbytes
         return self.early_bytes >= first_cap_bytes
@@ -54,7 +55,9 @@ class Closer(Protocol):
     window: Window | None
     number: int
     lock: threading.RLock
-    comm: Collectives
+
+    @property
+    def follows_program_order(self) -> bool: ...
 
     def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]: ...
 
@@ -102,7 +105,7 @@ class TaskEnd:
             still_open = [(closer, window) for closer, window in windows if closer.window is window]
             still_open.sort(key=lambda pair: pair[0].number)
             steps = [closer.closing_steps(window, failed=failed) for closer, window in still_open]
-            in_turn = len(still_open) < 2 or any(closer.comm.follows_program_order for closer, _ in still_open)
+            in_turn = len(still_open) < 2 or any(closer.follows_program_order for closer, _ in still_open)
             (run_in_turn if in_turn else run_together)(steps)
 
 

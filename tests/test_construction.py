@@ -214,27 +214,8 @@ def test_an_argument_that_makes_no_sense_raises_and_names_it(ranks, name, value,
     [
         ("bucket_cap_mb", 0, ArgumentError),
         ("unused_agreement", "maybe", ArgumentError),
-        ("static_graph", True, NotImplementedError),
+        ("reduce_dtype", torch.int32, ArgumentError),
     ],
 )
 def test_an_argument_that_makes_no_sense_on_one_rank_raises_on_every_rank(ranks, name, value, kind):
     assert all(name in message for message in ranks(2, _bad_argument, name, value, kind, 1))
-
-
-NOT_YET = {
-    "check_reduction": True,
-    "static_graph": True,
-    "delay_all_reduce_named_params": [],
-    "param_to_hook_all_reduce": "parameter",
-    "mixed_precision": "policy",
-    "device_mesh": "mesh",
-    "skip_all_reduce_unused_params": True,
-    "bucket_cap_mb_list": [1],
-    "batched_grad_copy": True,
-}
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_an_argument_that_is_not_supported_yet_says_so(ranks, name):
-    for message in ranks(2, _bad_argument, name, NOT_YET[name], NotImplementedError, None):
-        assert f"{name}={NOT_YET[name]!r}" in message

@@ -145,7 +145,7 @@ def _dropped_outputs(rank: int) -> tuple[float, float]:
     ordinary = sorted(timed_step() for _ in range(9))[4]
     for _ in range(2000):
         model(inputs(rank, 1, 3))
-    assert len(model._reducer.forwards) == 0, "a dropped forward is remembered"
+    assert len(model.reducer.forwards) == 0, "a dropped forward is remembered"
     return timed_step(), ordinary
 
 

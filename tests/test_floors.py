@@ -21,8 +21,8 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 ORDER = [
     *("errors", "specs", "buckets", "plan", "protocol", "sampling"),
     *("_torch_private", "flat", "outputs", "params", "nodes"),
-    *("comm", "agreement", "buffers", "forwards", "faults", "stats", "exchange", "window", "reducer"),
-    *("options", "ddp"),
+    *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
+    *("exchange", "window", "closing", "reducer", "join", "logging_data", "options", "interface", "ddp"),
 ]
 WITHOUT_TORCH = ORDER[: ORDER.index("_torch_private")]
 TALKS = {"comm", "_torch_private"}

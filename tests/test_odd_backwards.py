@@ -302,7 +302,7 @@ def _chained_outputs(rank: int) -> None:
                 states[-1].sum().backward()
             del states
             assert alive() is None, "outputs are kept"
-            assert len(model._reducer.forwards) == 0
+            assert len(model.reducer.forwards) == 0
     finally:
         gc.enable()
 

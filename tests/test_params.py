@@ -390,7 +390,9 @@ def test_restride_changes_the_layout_and_neither_values_nor_identity():
 
 
 def signature(model: nn.Module) -> int:
-    return managed(model).signature()
+    params = managed(model)
+    params.refresh()
+    return params.signature
 
 
 def test_signatures_are_equal_for_equal_shapes_and_dtypes():

@@ -1,0 +1,216 @@
+"""The second half of a window: what never came is sent, ranks tell each other how it went, means are handed back."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from .buffers import BufferSync
+from .comm import DONE, Collectives, Work
+from .comm_hooks import CommHook
+from .errors import KnownDDPError, at_rank
+from .faults import Testimony, dispute_message, error_for
+from .forwards import ForwardLog, declared_by_all, promised_by
+from .graphs import Graph, GraphHistory
+from .nodes import inside_nested_task
+from .optimizers import BackwardOptimizers
+from .params import ManagedParams
+from .plan import Planner
+from .protocol import Agreement, Fault, Phase, WindowProtocol
+from .stats import Counters, Times
+from .window import Window
+
+
+class Closing:
+    """What of a reducer ends a window. ``Reducer`` sets the attributes and adds how one begins and fills."""
+
+    params: ManagedParams
+    comm: Collectives
+    buffers: BufferSync
+    protocol: WindowProtocol
+    planner: Planner
+    forwards: ForwardLog
+    counters: Counters
+    times: Times
+    history: GraphHistory
+    optimizers: BackwardOptimizers
+    window: Window | None
+    number: int
+    lock: threading.RLock
+    find_unused: bool
+    hook: CommHook | None
+    touched_locally: set[int]  # by unsynchronised backwards, since the last window
+    last_error: str
+    _warned_of_dispute = False
+
+    @property
+    def where(self) -> str:
+        """This rank, for messages."""
+        return at_rank(self.comm.rank, self.comm.world_size)
+
+    @property
+    def hook_name(self) -> str:
+        """Name of the communication hook; empty if there is none."""
+        return self.hook.name if self.hook is not None else ""
+
+    def combine(self, message: bytes) -> tuple[Work, Tensor]:
+        """Start to combine a message with that of all ranks. Under "trust" one's own stands for all."""
+        combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
+
+    def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
+        """OPEN has come back, or must be waited for."""
+        assert window.opening is not None
+        work, message = window.opening
+        window.opening = None
+        work.wait()
+        window.outcome = self.protocol.opened(message.numpy().tobytes())
+        if window.outcome.fault is not None:
+            return
+        agreed, trainable = self.protocol.agreed, self.params.trainable
+        self.counters.bytes_skipped += sum(
+            spec.nbytes for i, spec in enumerate(self.params.specs) if trainable[i] and not agreed[i]
+        )
+        if launches:
+            self.launch(window, window.outcome.launch)
+
+    def launch(self, window: Window, positions: range) -> None:
+        """Start to combine these buckets of the plan."""
+        if not positions:
+            return
+        self.times.mark("first_launch")
+        buckets = self.protocol.plan.buckets
+        for position in positions:
+            window.gradients.launch(
+                buckets[position], is_last=position == len(buckets) - 1, generation=self.planner.generation
+            )
+
+    def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
+        """Close the window: yields each handle to wait for.
+
+        ``failed``: this rank's backward raised; take part so that no rank waits, then every other rank raises. Raises
+        what the window's fault is, after gradients are back to what they were.
+        """
+        try:
+            yield from self._closing_steps(window, failed)
+        except BaseException as error:
+            self.last_error = str(error)
+            if self.window is window:  # no error of the protocol: those end the window first
+                self.protocol.break_off()
+                self._end(window, restore=True)
+            raise
+
+    def _closing_steps(self, window: Window, failed: bool) -> Generator[Work, None, None]:
+        protocol, gradients = self.protocol, window.gradients
+        self.times.mark("backward_over")
+        if window.opening is not None:
+            yield window.opening[0]
+            self.look_at_opening(window, launches=False)
+        assert window.outcome is not None
+        if window.outcome.fault is not None:
+            raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
+        protocol.end()
+        own_error = gradients.launch_rest(protocol.plan, failed=failed, generation=self.planner.generation)
+        own_error = (yield from gradients.wait_for_hook()) or own_error
+        failed = failed or own_error is not None
+        graph = self._graph_of(window)
+        changed = window.has_graph and not failed and self.history.breaks_promise(graph)
+        work, message = self.combine(protocol.close(self._promised(window), failed=failed, changed=changed))
+        yield work
+        gradients.wait()
+        closing = protocol.closed(message.numpy().tobytes())
+        if closing.fault is not None and closing.fault is not Fault.TRUST:
+            error = yield from self._error_of(window, closing.fault, (), failed)
+            try:
+                raise own_error or error
+            finally:
+                del own_error, error  # else a cycle through the traceback keeps the model alive
+        gradients.hand_back(closing.touched, closing.late)
+        if closing.late_plan is not None:
+            yield from gradients.late_round(closing.late_plan, self.planner.generation)
+        elif closing.fault is Fault.TRUST:
+            gradients.keep_late_ones_local(closing.late)
+        if closing.order_due:
+            order = torch.tensor(protocol.order_message(), dtype=torch.int64)
+            yield self.comm.combine_max(order)
+            protocol.learn(order.tolist())
+        if window.has_graph:
+            self.history.note(graph)
+        self.touched_locally.clear()
+        self.counters.backwards_finished += 1
+        self._end(window, restore=False)
+        self._tell_of_dispute(window.outcome.disputed)
+        if closing.fault is Fault.TRUST:
+            raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
+        self.optimizers.step(self.params.live, closing.touched)
+
+    def _graph_of(self, window: Window) -> Graph:
+        fired, repeated = self.protocol.fired()
+        if window.undefined:
+            flags = bytearray(fired)
+            for i in window.undefined:
+                flags[i] = 1
+            fired = bytes(flags)
+        return Graph(fired, repeated)
+
+    def _promised(self, window: Window) -> bytes:
+        """What the forwards promised whose outputs took part.
+
+        Nothing where the engine foretells it or the graph is static, nor on a rank whose backward reached no parameter
+        (a constant loss), as in stock DDP.
+        """
+        at_output = window.begun_at_output  # else no hook told which, and what had a backward kept its promise
+        records = [r for r in window.participants if (r.visited if at_output else not r.was_closed)]
+        promises = self.protocol.has_fired and not self.find_unused and not self.history.is_promised
+        promised = bytearray(promised_by(records if promises else (), len(self.params)))
+        for i in window.undefined | window.gradients.elsewhere:
+            promised[i] = 0
+        return bytes(promised)
+
+    def _end(self, window: Window, *, restore: bool) -> None:
+        """The window is over; gradients stay as they are, or go back to what they were when it began."""
+        if restore:
+            window.gradients.restore()
+        window.gradients.release()
+        if self.protocol.phase is Phase.SETTLING:
+            self.protocol.settled()
+        self.window = None
+        self.times.mark("closed")
+        self.forwards.window_closed()
+        if self.protocol.phase is not Phase.BROKEN:
+            self.buffers.window_over()
+
+    def _error_of(
+        self, window: Window, fault: Fault, about: tuple[int, ...], failed: bool
+    ) -> Generator[Work, None, KnownDDPError]:
+        """Every rank is here. End the window, hear what the others know, and return the exception to raise."""
+        layout = tuple(f"{str(s.key.dtype).removeprefix('torch.')}{list(s.shape)}" for s in self.params.specs)
+        declared = tuple(self.params.names_of(sorted(declared_by_all(window.participants))))
+        changes: tuple[tuple[str, ...], ...] = ((), (), ())
+        if fault is Fault.GRAPH and window.has_graph:
+            found = self.history.differences(self._graph_of(window))
+            changes = tuple(tuple(self.params.names_of(which)) for which in found)
+            about = tuple(found[1])
+        mine = Testimony(
+            failed, inside_nested_task(), window.begun_at_output, declared, layout, self.hook_name, changes
+        )
+        self._end(window, restore=True)
+        told: Sequence[Testimony] = ()
+        if fault is Fault.CROSSED:  # ranks are not at the same place, so nothing can be exchanged any more
+            self.protocol.break_off()
+        elif self.protocol.agreement is not Agreement.TRUST:
+            told = yield from self.comm.gather_steps(mine)
+        about = tuple(self.params.stock_indices(about)) if fault is Fault.GRAPH else about
+        return error_for(fault, self.where, told or (mine,), self.params.names, about)
+
+    def _tell_of_dispute(self, disputed: Sequence[int]) -> None:
+        """Differing declarations cost bytes: count them, and say so once."""
+        costly = [i for i in disputed if self.protocol.agreed[i]]
+        self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
+        if costly and not self._warned_of_dispute:
+            self._warned_of_dispute = True
+            warnings.warn(dispute_message(self.where, self.params.names_of(costly)), stacklevel=2)

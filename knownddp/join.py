@@ -1,0 +1,156 @@
+"""Uneven inputs: ranks that have run out of inputs take part in what the others do.
+
+[Note: joined ranks] Torch's ``Join`` tells ranks in every forward whether others still run. On top of that every rank,
+joined or not, announces what the forward is going to do, so that a joined rank can do the same: exchange buffers, and
+take part in one window, in which it contributes zeros and has no say. It learns the agreed set from OPEN like everyone,
+and receives the means, so that an optimizer which joins too can step. So each synchronising forward owes exactly one
+window; if its output was dropped, the next forward pays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from .buffers import BufferHookLocation, BufferSync, broadcast_from
+from .comm import Collectives
+from .errors import RanksDifferError
+from .params import ManagedParams
+from .reducer import Reducer
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What all ranks are about to do: whether a window follows, whether buffers are exchanged, who still has inputs."""
+
+    synchronises: bool
+    exchanges_buffers: bool
+    active: list[int]
+
+
+class UnevenInputs:
+    """One wrapper's part in join contexts."""
+
+    def __init__(self, reducer: Reducer, comm: Collectives, params: ManagedParams, buffers: BufferSync) -> None:
+        self._reducer = reducer
+        self._comm = comm
+        self._params = params
+        self._buffers = buffers
+        self._context: weakref.ref[KnownJoinHook] | None = None
+        self.was_used = False
+
+    def enter(self, hook: KnownJoinHook) -> None:
+        """A join context was made. It is over when the context, which alone holds ``hook``, is gone."""
+        self._context = weakref.ref(hook)
+        self.was_used = True
+
+    @property
+    def _hook(self) -> KnownJoinHook | None:
+        return self._context() if self._context is not None else None
+
+    def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> bool:
+        """A forward with gradients, outside of a backward, on a rank that has inputs.
+
+        Returns whether a join context is active; buffers are dealt with then.
+
+        Raises:
+            RuntimeError: another rank has run out of inputs and ``throw_on_early_termination`` was asked for.
+            RanksDifferError: some ranks run this forward under ``no_sync`` and others do not; on every rank.
+        """
+        hook = self._hook
+        reducer = self._reducer
+        reducer.joining = hook is not None and joinable._join_config.enable
+        if hook is None or not reducer.joining:
+            reducer.divisor = self._comm.world_size
+            self._buffers.source = 0
+            return False
+        self.pay_debt()
+        work = Join.notify_join_context(joinable)
+        exchanges = synchronises and trains and self._buffers.is_due
+        told = self._announce(hook, active=True, synchronises=synchronises, exchanges_buffers=exchanges)
+        if work is not None:
+            work.wait()
+        if told.exchanges_buffers:
+            self._buffers.exchange(apply=trains)
+        elif synchronises and trains:
+            self._buffers.at(BufferHookLocation.PRE_FORWARD)
+        reducer.owes_window = synchronises
+        return True
+
+    def pay_debt(self) -> None:
+        """The last synchronising forward had no backward, but joined ranks take part in one: give it to them."""
+        if self._reducer.joining and self._reducer.owes_window:
+            self._reducer.take_part(joined=False)
+
+    def shadow(self, hook: KnownJoinHook) -> None:
+        """A forward, and the backward that it announces, on a rank that has no inputs left."""
+        self._reducer.joining = True
+        told = self._announce(hook, active=False)
+        if told.exchanges_buffers:
+            self._buffers.exchange(apply=True)
+        if told.synchronises:
+            self._reducer.take_part(joined=True)
+
+    def _announce(
+        self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, exchanges_buffers: bool = False
+    ) -> Announcement:
+        mine = [active and synchronises, active and not synchronises, exchanges_buffers]
+        message = torch.tensor([*map(int, mine), *(0 for _ in range(self._comm.world_size))])
+        message[len(mine) + self._comm.rank] = int(active)
+        self._comm.combine_max(message).wait()
+        does, does_not, exchanges, *flags = map(bool, message.tolist())
+        still_active = [rank for rank, flag in enumerate(flags) if flag]
+        if does and does_not:
+            raise RanksDifferError(
+                f"{self._reducer.where} inside join() some ranks run this forward under no_sync() and others do not.\n"
+                "Fix: use no_sync() in the same iterations on every rank."
+            )
+        self._buffers.source = max(still_active)
+        self._reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
+        return Announcement(does, exchanges, still_active)
+
+    def finish(self, *, is_last_joiner: bool) -> int:
+        """All ranks have joined: take over the model of the highest one that was among the last. Returns that rank."""
+        candidate = torch.tensor([self._comm.rank if is_last_joiner else -1])
+        self._comm.combine_max(candidate).wait()
+        source = int(candidate)
+        buffers = self._buffers.current().values() if self._buffers.enabled else ()
+        broadcast_from(self._comm, source, [*(p for p in self._params.live if p is not None), *buffers])
+        self._reducer.joining, self._context = False, None
+        return source
+
+
+class KnownJoinHook(JoinHook):
+    """What ``Join`` calls on a rank without inputs: once for each iteration of the others, then once at the end."""
+
+    def __init__(self, uneven: UnevenInputs, *, divides_by_initial: bool, on_end: Callable[[int], None]) -> None:
+        self._uneven = uneven
+        self.divides_by_initial = divides_by_initial
+        self._on_end = on_end
+        uneven.enter(self)
+
+    def main_hook(self) -> None:
+        """Shadow one forward and backward."""
+        self._uneven.shadow(self)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Make all ranks hold one model again."""
+        self._on_end(self._uneven.finish(is_last_joiner=is_last_joiner))
+
+
+class DebtPayingJoin(Join):
+    """``Join`` for one wrapper: a rank that drops its last output does not leave others waiting in their backward."""
+
+    def __init__(self, joinable: Joinable, uneven: UnevenInputs, *args: Any, **kwargs: Any) -> None:
+        super().__init__([joinable], *args, **kwargs)
+        self._uneven = uneven
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: Any) -> None:
+        if kind is None:
+            self._uneven.pay_debt()
+        super().__exit__(kind, value, traceback)
