@@ -65,6 +65,11 @@ def inside_ddp_forward(wrapper: object) -> Iterator[None]:
         DistributedDataParallel._active_ddp_module = before
 
 
+def active_ddp_module() -> object:
+    """The wrapper inside whose forward this is, or None."""
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
 def default_group() -> dist.ProcessGroup:
     """The group made by ``init_process_group``; raises if there is none."""
     return distributed_c10d._get_default_group()
@@ -90,6 +95,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return distributed_c10d.default_pg_timeout
+
+
+def count_in_store(key: str) -> int:
+    """How often ``key`` was counted, this time included, in the store that the default group was made with."""
+    _, store = distributed_c10d._world.pg_map[default_group()]
+    return int(store.add(key, 1))
 
 
 def create_group(name: str, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:

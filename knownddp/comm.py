@@ -19,10 +19,6 @@ from torch import Tensor
 
 from . import _torch_private as private
 
-# How many groups were made over each parent, by its name. Ranks make them in the same order, so they agree on names;
-# never reset, because a store may outlive a process group and still hold the addresses of old groups.
-_made: dict[str, int] = {}
-
 # Groups of wrappers that are gone. A peer may still be in its last collective when a wrapper is dropped here, so they
 # are destroyed only when a later wrapper's construction has shown that all ranks are past it.
 _retired: list[dist.ProcessGroup] = []
@@ -65,12 +61,18 @@ class Collectives:
     """
 
     def __init__(self, parent: dist.ProcessGroup, *, own_group: bool) -> None:
+        self._wants_own_group = own_group
+        self._data: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        self.move_to(parent)
+
+    def move_to(self, parent: dist.ProcessGroup) -> None:
+        """From now on talk to the ranks of ``parent``."""
+        self.retire()
         self.parent = parent
         self.rank: int = dist.get_rank(parent)
         self.world_size: int = dist.get_world_size(parent)
-        self._own_group = own_group and is_cloneable(parent)
-        self._data: dist.ProcessGroup | None = None
-        self._control: dist.ProcessGroup | None = None
+        self._own_group = self._wants_own_group and is_cloneable(parent)
 
     @property
     def follows_program_order(self) -> bool:
@@ -94,7 +96,8 @@ class Collectives:
 
     def retire(self) -> None:
         """Give up the groups this object made; see ``_retired``."""
-        _retired.extend(g for g in (self._data, self._control) if g is not None and g is not self.parent)
+        made = [group for group in (self._data, self._control) if group is not None and group is not self.parent]
+        _retired.extend(made)
         self._data = self._control = None
 
     # -- data lane
@@ -148,10 +151,16 @@ def is_cloneable(group: dist.ProcessGroup) -> bool:
 
 
 def _clone(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    base = parent.group_name
-    number = _made[base] = _made.get(base, -1) + 1
+    """A group like ``parent``. Its name says how many were made over a parent of that name and size.
+
+    Ranks make them in the same order, so they agree. The store keeps the count, not the process: it knows of the
+    addresses that older groups left there, and a process that joins later, or was not a member for a while, goes on
+    where the others are.
+    """
     ranks = dist.get_process_group_ranks(parent)
-    return private.create_group(f"knownddp/{base}/{number}/{backend}", ranks, backend, private.group_timeout(parent))
+    name = f"knownddp/{parent.group_name}/{len(ranks)}"
+    number = private.count_in_store(f"{name}/{dist.get_rank(parent)}")
+    return private.create_group(f"{name}/{number}/{backend}", ranks, backend, private.group_timeout(parent))
 
 
 T = TypeVar("T")

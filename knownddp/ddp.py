@@ -340,6 +340,25 @@ class KnownDDP(StockInterface):
         """From now on this wrapper communicates no more, and its module may be wrapped again."""
         self.reducer.remove_hooks()
 
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on: fewer, more, or the same after their group was made anew.
+
+        Communicates nothing until the next backward, so all members must hold equal models, and the same gradients or
+        none; where models may differ, wrap again. What ``no_sync`` accumulated is averaged over the new ranks. On a
+        rank that is not a member the wrapper stays as it is.
+        """
+        if not isinstance(new_process_group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
+            return
+        old, buffer_hook, comm_hooks = self.reducer, self._buffer_sync.hook, self._comm_hooks
+        synchronises_buffers = self.forward_sync_buffers
+        self._release.detach()
+        old.give_up()
+        self._comm.move_to(new_process_group)
+        self.process_group = new_process_group
+        self._attach(self._comm, self._params, synchronises_buffers=synchronises_buffers)
+        self._buffer_sync.hook, self._comm_hooks = buffer_hook, comm_hooks
+        self.reducer.take_over(old)
+
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not private.default_group():
             raise ModelError(

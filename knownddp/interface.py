@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from . import _torch_private as private
-from .buffers import BufferHook, BufferHookLocation, BufferSync
+from .buffers import CHUNK_BYTES, BufferHook, BufferHookLocation, BufferSync
 from .comm import Collectives
 from .comm_hooks import CommHook, builtin_hook, check_hook, name_of
 from .errors import ArgumentError, CommHookError, CommHookTypeError, ModelError
@@ -43,6 +43,9 @@ class StockInterface(nn.Module, Joinable):
     _uneven: UnevenInputs
     _logging: LoggingData
     _comm_hooks: list[tuple[Callable[..., Any], object]]
+
+    broadcast_bucket_size = CHUNK_BYTES
+    use_side_stream_for_tensor_copies = False  # inputs are moved on the current stream
 
     # -- buffers
 
@@ -222,6 +225,15 @@ class StockInterface(nn.Module, Joinable):
     @property
     def logger(self) -> None:
         """DistributedDataParallel's C++ logger has no counterpart; see ``_get_ddp_logging_data``."""
+
+    @staticmethod
+    def _get_active_ddp_module() -> Any:
+        """The wrapper, of either kind, whose forward is running; torch.compile splits graphs at its bucket size."""
+        return private.active_ddp_module()
+
+    @property
+    def _active_ddp_module(self) -> Any:
+        return private.active_ddp_module()
 
     def _check_reducer_finalized(self) -> None:
         """Raises what the next forward would raise about the last backward."""

@@ -17,6 +17,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from . import _torch_private as private
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, run
-from .comm_hooks import CommHook
+from .comm_hooks import CommHook, GradBucket, sum_future
 from .errors import PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .faults import unfinished_message
@@ -122,10 +123,33 @@ class Reducer(Closing):
         """
         self._sync_next = True
 
+    def _rebuild_buckets(self) -> bool:
+        """For the same code: buckets are planned as needed, so there is nothing to do."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """For the same code: what a backward left is launched when it is over, also for a static graph."""
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """For torch's hooks that go on from there: a future of the bucket's sum over ranks, undivided."""
+        return sum_future(self.comm, bucket.buffer())
+
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
         self._is_off = True
         self._nodes.remove()
+
+    def take_over(self, old: Reducer) -> None:
+        """Go on with what ``old``, of the same parameters, knew that does not depend on the ranks."""
+        self.hook, self.counters, self.forwards_begun = old.hook, old.counters, old.forwards_begun
+        self.touched_locally = old.touched_locally
+
+    def give_up(self) -> None:
+        """Other ranks take over from here: hooks go, and with them a window whose end was never noticed."""
+        self.remove_hooks()
+        if self.window is not None:
+            self.protocol.break_off()
+            self._end(self.window, restore=True)
 
     # -- forward
 

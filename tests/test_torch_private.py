@@ -222,6 +222,12 @@ def test_the_active_wrapper_is_forgotten_when_the_forward_raises():
     assert DistributedDataParallel._get_active_ddp_module() is None
 
 
+def test_the_active_wrapper_is_that_of_torch():
+    assert private.active_ddp_module() is None
+    with private.inside_ddp_forward(wrapper := object()):
+        assert private.active_ddp_module() is wrapper
+
+
 # -- process groups: of one process, over a store in its memory
 
 
@@ -292,6 +298,13 @@ def test_a_created_group_works_like_one_of_new_group():
     finally:
         dist.destroy_process_group(group)
     assert not private.is_registered(group)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_the_store_of_the_default_group_counts_by_key():
+    assert [private.count_in_store(key) for key in ("one", "one", "other", "one")] == [1, 2, 1, 3]
+    _, store = dist.distributed_c10d._world.pg_map[private.default_group()]
+    assert store.add("one", 1) == 4
 
 
 @pytest.mark.usefixtures("_process_group")
