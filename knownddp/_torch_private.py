@@ -5,6 +5,7 @@ Each is here because no public name does the same; ``tests/test_torch_private.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -42,6 +43,12 @@ def will_execute(node: Node) -> bool:
     Raises RuntimeError outside of a backward, and for a leaf that ``torch.autograd.grad`` was asked for.
     """
     return torch._C._will_engine_execute_node(node)
+
+
+def in_compiled_backward() -> bool:
+    """Whether the running backward is a compiled one (``torch._dynamo.config.compiled_autograd``)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # heavy, so not imported here
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def current_node() -> Node | None:

@@ -27,7 +27,7 @@ from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, run
 from .comm_hooks import CommHook, GradBucket, sum_future
-from .errors import PeerError, UnfinishedBackwardError, UsageError
+from .errors import CompiledBackwardError, PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .faults import unfinished_message
 from .flat import dense
@@ -223,6 +223,7 @@ class Reducer(Closing):
         with self.lock:
             if self._is_off:
                 return
+            self._refuse_compiled_backward()
             if self.window is not None:
                 if record.synchronises:
                     self.forwards.visit(record)
@@ -237,6 +238,15 @@ class Reducer(Closing):
                 mark = LocalBackward()
                 private.queue_callback(mark)
                 self._local = weakref.ref(mark)
+
+    def _refuse_compiled_backward(self) -> None:
+        if private.in_compiled_backward():
+            raise CompiledBackwardError(
+                f"{self.where} this backward runs under compiled autograd, which defers and reorders the hooks that "
+                "KnownDDP averages gradients in; nothing was sent.\n"
+                "Fix: set torch._dynamo.config.compiled_autograd=False, or call backward inside `with "
+                "torch._dynamo.compiled_autograd._disable():`. torch.compile itself, forward and backward, works."
+            )
 
     def begin_if_reached(self) -> None:
         """Begin a window if the running backward comes through an open forward of this wrapper and goes on to its part.
@@ -359,6 +369,7 @@ class Reducer(Closing):
         if self._local() is not None or not self.forwards.is_expecting():
             self.touched_locally.add(param_index)
             return False
+        self._refuse_compiled_backward()
         with torch.no_grad():
             before = None if torch.equal(dense(total), dense(grad)) else total - grad
         self._begin(stood_before={param_index: before})
@@ -372,6 +383,7 @@ def _begin_all() -> None:
         reducer.begin_if_reached()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _on_output_grad(reducer: weakref.ref[Reducer], source: OutputSource, _: Tensor) -> None:
     alive = reducer()
     if alive is not None:

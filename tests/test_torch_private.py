@@ -166,6 +166,17 @@ def test_will_execute_raises_outside_of_a_backward():
         private.will_execute(node_of(leaf()))
 
 
+def test_a_hook_knows_that_the_backward_is_a_compiled_one():
+    asked = private.in_compiled_backward
+    x = leaf()
+    y = x * 2
+    answers = in_backward(torch.compiler.disable(asked), of=y)
+    y.sum().backward(retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.sum().backward()
+    assert answers == [False, True] and not asked()
+
+
 def test_the_current_node_is_that_of_the_hooked_tensor():
     x = leaf()
     y = x * 2
