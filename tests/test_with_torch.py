@@ -165,7 +165,7 @@ def test_the_last_backward_can_be_told_to_synchronise(ranks, find):
 
 
 def _lightning_manual(rank: int, find: bool) -> None:
-    """As Lightning's manual optimization: the backward runs inside the wrapper's forward, after prepare_for_backward."""
+    """As Lightning's manual optimization: the backward runs inside the forward, after prepare_for_backward."""
 
     class Stepping(nn.Module):
         def __init__(self) -> None:
