@@ -42,6 +42,9 @@ class KnownDDP(StockInterface):
     reduced, cost no bytes and no waiting, and keep ``.grad`` as it was. Declarations may differ between ranks (see
     ``unused_agreement``), and a wrong one costs time, not correctness.
 
+    A profiler's trace has the ranges ``KnownDDP.forward``, ``knownddp::pack`` (each bucket), ``knownddp::close`` (from
+    the end of a backward until all gradients are there) and, inside that, ``knownddp::unpack``.
+
     Args:
         module: the module to train, already on its device.
         device_ids: None, or the one device of the module; inputs are then moved there.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import _torch_private as private
 from .comm import DONE, Collectives, Work
 from .comm_hooks import CommHook, HookedWork
 from .errors import GradientTakenError, at_rank
@@ -123,7 +124,8 @@ class GradientExchange:
             packed, numel = [flat], flat._values().numel()
         else:
             filled = FlatBucket(specs)
-            filled.fill(grads, held_back, divisor)
+            with private.profiled("knownddp::pack"):
+                filled.fill(grads, held_back, divisor)
             flat, packed, numel = filled.flat, filled.views, filled.flat.numel()
         for i in bucket.param_indices:
             self._has_travelled[i] = 1
@@ -230,7 +232,10 @@ class GradientExchange:
     @torch.no_grad()
     def hand_back(self, touched: bytes, late: Collection[int]) -> None:
         """Means to what any rank touched, what stood there before to the rest. Late ones wait for the late round."""
-        late = set(late)
+        with private.profiled("knownddp::unpack"):
+            self._hand_back(touched, set(late))
+
+    def _hand_back(self, touched: bytes, late: set[int]) -> None:
         flights, self._flights = self._flights, []
         for flight in flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
