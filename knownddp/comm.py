@@ -208,20 +208,27 @@ T = TypeVar("T")
 def run(steps: Generator[Work, None, T]) -> T:
     """Go through ``steps``, waiting for each handle they yield, and return what they return.
 
-    If waiting fails, the steps hear of it where they yielded.
+    If waiting fails, the steps hear of it where they yielded. An interrupt (Ctrl-C) is raised when they have ended:
+    peers wait for what follows.
     """
+    interrupts: list[BaseException] = []
     try:
         work = next(steps)
         while True:
-            work = _after(work, steps)
+            work = _after(work, steps, interrupts)
     except StopIteration as stop:
+        _raise_first(interrupts)
         return stop.value  # type: ignore[no-any-return]
 
 
-def _after(work: Work, steps: Generator[Work, None, T]) -> Work:
+def _after(work: Work, steps: Generator[Work, None, T], interrupts: list[BaseException]) -> Work:
     """Wait for ``work``, go on with ``steps``, and return the next handle."""
     try:
-        work.wait()
+        try:
+            work.wait()
+        except KeyboardInterrupt as interrupt:
+            interrupts.append(interrupt)
+            work.wait()
     except BaseException as error:
         return steps.throw(error)
     return next(steps)
@@ -229,11 +236,11 @@ def _after(work: Work, steps: Generator[Work, None, T]) -> Work:
 
 def run_in_turn(several: Sequence[Generator[Work, None, None]]) -> None:
     """Go through several sequences of steps one after the other. The first exception is raised when all have ended."""
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for steps in several:
         try:
             run(steps)
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
     _raise_first(errors)
 
@@ -243,15 +250,15 @@ def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
 
     Peers may wait for them in any order. The first exception is raised when all have ended.
     """
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     waiting: list[tuple[Generator[Work, None, None], Work]] = []
 
     def advance(steps: Generator[Work, None, None], work: Work) -> None:
         try:
-            waiting.append((steps, _after(work, steps)))
+            waiting.append((steps, _after(work, steps, errors)))
         except StopIteration:
             pass
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
 
     for steps in several:
@@ -262,7 +269,7 @@ def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
     _raise_first(errors)
 
 
-def _raise_first(errors: list[Exception]) -> None:
+def _raise_first(errors: list[BaseException]) -> None:
     """Leaves no reference behind in the frames that the exception's traceback holds: that would be a cycle."""
     first = errors[0] if errors else None
     errors.clear()

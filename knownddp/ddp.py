@@ -230,6 +230,7 @@ class KnownDDP(StockInterface):
             find_unused_parameters=int(self.find_unused_parameters),
             gradient_as_bucket_view=int(self.gradient_as_bucket_view),
             static_graph=int(self.static_graph),
+            is_multi_device_module=int(self.is_multi_device_module),
         )
 
     # -- forward

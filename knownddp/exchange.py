@@ -159,18 +159,18 @@ class GradientExchange:
                     current.wait_stream(stream)
                     grad.record_stream(current)
 
-    def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> Exception | None:
+    def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> BaseException | None:
         """Launch what is left of ``plan``, whether full or not: peers wait for it.
 
         Returns what went wrong here (out of memory, say), or None. Either way everything is launched, unless the
         connection is lost. ``failed``: this rank failed already.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         if not failed:
             try:
                 for bucket in plan.buckets[len(self._flights) :]:
                     self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
-            except Exception as raised:
+            except BaseException as raised:  # KeyboardInterrupt too: peers wait
                 error = raised
         if failed or error is not None:
             self._launch_empty(plan, generation)
@@ -203,7 +203,7 @@ class GradientExchange:
                 flat = scratch[first.key][: numel[bucket]]
             try:
                 self._send(bucket, flat, [], is_last=bucket is plan.buckets[-1], generation=generation)
-            except Exception:
+            except BaseException:
                 if self._terms.hook is None:  # else it raises again what it raised before
                     raise
 
@@ -212,17 +212,17 @@ class GradientExchange:
         for flight in self._flights:
             flight.work.wait()
 
-    def wait_for_hook(self) -> Generator[Work, None, Exception | None]:
+    def wait_for_hook(self) -> Generator[Work, None, BaseException | None]:
         """If a hook combines buckets: wait for its futures, and return what went wrong in them, or None.
 
         Before the ranks tell each other how their backward went: a hook that failed is a failed backward.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         if self._terms.hook is not None:
             for flight in self._flights:
                 try:
                     yield flight.work
-                except Exception as raised:
+                except BaseException as raised:
                     error, flight.work = raised, DONE
         try:
             return error

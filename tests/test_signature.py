@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -128,6 +129,26 @@ def test_private_names_of_the_reducer_that_others_reach_for_are_there(ranks, nam
 
 def _reducer_has(rank: int, name: str) -> bool:
     return hasattr(_pair()[1].reducer, name)
+
+
+def _logged(rank: int, options: dict[str, Any]) -> set[str]:
+    """Names that only stock logs after five steps; values of the others are the same, but for times."""
+    found = []
+    for kind in (DistributedDataParallel, KnownDDP):
+        torch.manual_seed(0)
+        model = kind(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), **options)
+        for _ in range(5):
+            model(torch.ones(4, 2)).sum().backward()
+        found.append(model._get_ddp_logging_data())
+    stock, ours = found
+    timeless = {name for name in stock.keys() & ours.keys() if "time" not in name}
+    assert {name: ours[name] for name in timeless} == {name: stock[name] for name in timeless}
+    return stock.keys() - ours.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1}, {"static_graph": True}])
+def test_all_that_stock_logs_is_logged(ranks, options):
+    assert ranks(1, _logged, options) == [set()]
 
 
 def _described(function: Callable[..., Any]) -> list[tuple[str, object, object]]:
