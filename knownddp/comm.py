@@ -81,6 +81,11 @@ class Collectives:
         """
         return not self._own_group or set(private.backends(self.parent)) != {"gloo"}
 
+    @property
+    def backend(self) -> str:
+        """The parent's."""
+        return dist.get_backend(self.parent)
+
     def _data_lane(self) -> dist.ProcessGroup:
         """The first call on a rank makes it, and is collective over ``parent``; likewise for the control lane."""
         if self._data is None:

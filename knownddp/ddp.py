@@ -219,7 +219,7 @@ class KnownDDP(StockInterface):
             self.module,
             world_size=self._comm.world_size,
             rank=self._comm.rank,
-            backend_name=dist.get_backend(self.process_group),
+            backend_name=self._comm.backend,
             device_ids=", ".join(map(str, self.device_ids or ())),
             output_device=-1 if self.output_device is None else self.output_device,
             broadcast_buffers=int(self.forward_sync_buffers),
