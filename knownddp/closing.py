@@ -44,7 +44,7 @@ class Closing:
     find_unused: bool
     hook: CommHook | None
     touched_locally: set[int]  # by unsynchronised backwards, since the last window
-    last_error: str
+    last_error: str  # for logging data
     _warned_of_dispute = False
 
     @property

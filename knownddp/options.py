@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
 from .errors import ArgumentError, MeshError
@@ -207,6 +208,8 @@ def refuse_own_unused_argument(module: nn.Module) -> None:
     Raises:
         ArgumentError: with the way out.
     """
+    if isinstance(module, DistributedDataParallel):
+        return  # a wrapper in a wrapper: the outer one has nothing to reduce, and nothing to declare
     try:
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # a forward without a readable signature

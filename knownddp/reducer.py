@@ -156,6 +156,7 @@ class Reducer(Closing):
         if missing:
             stock_indices = self.params.stock_indices(missing)
             text = unfinished_message(self.where, self.comm.rank, self.params.names, missing, stock_indices)
+            self.last_error = text
             raise UnfinishedBackwardError(text)
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
