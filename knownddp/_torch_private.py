@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
@@ -117,3 +118,13 @@ def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides:
     """A tensor over ``flat``'s storage that autograd does not take for a view, so that ``detach_()`` works on it."""
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(strides))
+
+
+def rnn_weights(rnn: nn.RNNBase) -> tuple[object, object]:
+    """The list in which an RNN holds its weights once more, and what tells it that they became other tensors."""
+    return rnn._flat_weights, rnn._flat_weight_refs
+
+
+def set_rnn_weights(rnn: nn.RNNBase, lists: tuple[object, object]) -> None:
+    """Put back what ``rnn_weights`` returned. An RNN that finds other tensors in its parameters makes new lists."""
+    rnn._flat_weights, rnn._flat_weight_refs = lists  # type: ignore[assignment]
