@@ -21,6 +21,7 @@ from .forwards import ForwardRecord
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
 from .outputs import to_device
 from .params import NOTHING, ManagedParams, Unused
+from .precision import LowPrecision, cast_buffers
 from .reducer import Reducer
 from .stats import ReducerStatistics
 
@@ -54,9 +55,12 @@ class KnownDDP(nn.Module):
             sent. ``"trust"``: nobody asks; declarations must be right and the same on all ranks.
         own_group: make a communicator of one's own, so that traffic cannot meet that of others. False: use
             ``process_group`` itself for gradients.
-        check_reduction, static_graph, delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision,
-        device_mesh, skip_all_reduce_unused_params, bucket_cap_mb_list, batched_grad_copy: known by name only; any value
-            but the default raises NotImplementedError.
+        mixed_precision: torch's ``_MixedPrecision``, or anything with its attributes ``param_dtype`` (of parameters and
+            inputs while the module runs), ``reduce_dtype`` (in which gradients travel; default ``param_dtype``) and
+            ``buffer_dtype`` (of buffers, from now on). Parameters, their gradients and ``state_dict`` keep their dtype.
+        check_reduction, static_graph, delay_all_reduce_named_params, param_to_hook_all_reduce, device_mesh,
+        skip_all_reduce_unused_params, bucket_cap_mb_list, batched_grad_copy: known by name only; any value but the
+            default raises NotImplementedError.
 
     Raises:
         ArgumentError, ModelError, DeviceError: on the ranks where the cause is; PeerError on the others.
@@ -101,12 +105,12 @@ class KnownDDP(nn.Module):
                 find_unused_parameters=find_unused_parameters,
                 unused_agreement=unused_agreement,
                 own_group=own_group,
+                mixed_precision=mixed_precision,
                 not_yet={
                     "check_reduction": check_reduction,
                     "static_graph": static_graph,
                     "delay_all_reduce_named_params": delay_all_reduce_named_params,
                     "param_to_hook_all_reduce": param_to_hook_all_reduce,
-                    "mixed_precision": mixed_precision,
                     "device_mesh": device_mesh,
                     "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                     "bucket_cap_mb_list": bucket_cap_mb_list,
@@ -132,12 +136,16 @@ class KnownDDP(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = False
+        self.mixed_precision = mixed_precision
         self.forward_sync_buffers = self._options.forward_sync_buffers
         self.bucket_bytes_cap = self._options.cap_bytes[-1]
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()
         moved = self._agree(comm, params) if init_sync else []
+        precision = self._options.precision
+        if precision is not None and precision.buffer_dtype is not None:
+            cast_buffers(module, params.ignored, precision.buffer_dtype)
         self._attach(comm, params)
         warn_of_moved(moved, self._reducer.where)
 
@@ -174,6 +182,8 @@ class KnownDDP(nn.Module):
             agreement=options.agreement,
             find_unused=options.find_unused_parameters,
         )
+        param_dtype = options.precision.param_dtype if options.precision is not None else None
+        self._low_precision = LowPrecision(self.module, params, param_dtype) if param_dtype is not None else None
         self._declared_around: frozenset[int] = NOTHING
         self._release = weakref.finalize(self, _release, self._reducer, comm)
         self._release.atexit = False
@@ -196,7 +206,10 @@ class KnownDDP(nn.Module):
             args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
         try:
             with private.inside_ddp_forward(self):
-                output = self.module(*args, **kwargs)
+                if self._low_precision is None:
+                    output = self.module(*args, **kwargs)
+                else:
+                    output = self._low_precision.run(self.module, args, kwargs)
         except BaseException:
             self._forward_failed(record)
             raise
@@ -295,7 +308,7 @@ class KnownDDP(nn.Module):
                 "Fix: copy or save model.module, or its state_dict()."
             )
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_params", "_buffer_sync", "_release"):
+        for name in ("process_group", "_reducer", "_params", "_buffer_sync", "_low_precision", "_release"):
             state.pop(name, None)
         return state
 

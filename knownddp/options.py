@@ -15,6 +15,7 @@ from torch import nn
 
 from . import _torch_private as private
 from .errors import ArgumentError
+from .precision import Precision, choose_precision
 from .protocol import Agreement
 
 MIB = 2**20
@@ -28,7 +29,6 @@ NOT_YET: dict[str, object] = {
     "static_graph": False,
     "delay_all_reduce_named_params": None,
     "param_to_hook_all_reduce": None,
-    "mixed_precision": None,
     "device_mesh": None,
     "skip_all_reduce_unused_params": False,
     "bucket_cap_mb_list": None,
@@ -47,6 +47,7 @@ class Options:
     find_unused_parameters: bool
     agreement: Agreement
     own_group: bool
+    precision: Precision | None
 
     def shared(self) -> dict[str, object]:
         """What must be the same on every rank."""
@@ -57,6 +58,7 @@ class Options:
             "find_unused_parameters": self.find_unused_parameters,
             "unused_agreement": self.agreement.value,
             "own_group": self.own_group,
+            "mixed_precision": self.precision,
         }
 
 
@@ -69,6 +71,7 @@ def gather_options(
     find_unused_parameters: bool,
     unused_agreement: str,
     own_group: bool,
+    mixed_precision: object,
     not_yet: dict[str, object],
 ) -> Options:
     """Check the arguments against each other.
@@ -100,6 +103,7 @@ def gather_options(
         find_unused_parameters=find_unused_parameters,
         agreement=agreement,
         own_group=own_group,
+        precision=choose_precision(mixed_precision),
     )
 
 

@@ -226,7 +226,6 @@ NOT_YET = {
     "static_graph": True,
     "delay_all_reduce_named_params": [],
     "param_to_hook_all_reduce": "parameter",
-    "mixed_precision": "policy",
     "device_mesh": "mesh",
     "skip_all_reduce_unused_params": True,
     "bucket_cap_mb_list": [1],
