@@ -25,12 +25,24 @@ from .logging_data import LoggingData, describe
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
 from .outputs import to_device
 from .params import NOTHING, ManagedParams, Unused
+from .precision import LowPrecision, cast_buffers
 from .reducer import Reducer
 from .stats import ReducerStatistics
 
 # Made anew for a copy. Communication hooks do not come with it, as in DistributedDataParallel.
 _NOT_COPIED = (
-    *("process_group", "reducer", "_comm", "_comm_hooks", "_params", "_buffer_sync", "_uneven", "_logging", "_release"),
+    *(
+        "process_group",
+        "reducer",
+        "_comm",
+        "_comm_hooks",
+        "_params",
+        "_buffer_sync",
+        "_low_precision",
+        "_uneven",
+        "_logging",
+        "_release",
+    ),
 )
 
 
@@ -69,7 +81,9 @@ class KnownDDP(StockInterface):
             declared nor searched for; a graph that changes on any rank raises on every rank.
         delay_all_reduce_named_params: pairs of name and parameter that are reduced only when a backward is over, after
             all others. Goes with ``param_to_hook_all_reduce``, which is accepted for DistributedDataParallel's sake.
-        mixed_precision: see ``precision``.
+        mixed_precision: torch's ``_MixedPrecision``, or anything with its attributes ``param_dtype`` (of parameters and
+            inputs while the module runs), ``reduce_dtype`` (in which gradients travel; default ``param_dtype``) and
+            ``buffer_dtype`` (of buffers, from now on). Parameters, their gradients and ``state_dict`` keep their dtype.
         device_mesh: a one-dimensional mesh, instead of ``process_group``.
         bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last one repeats.
         check_reduction, skip_all_reduce_unused_params, batched_grad_copy: accepted; unused parameters are never
@@ -123,6 +137,7 @@ class KnownDDP(StockInterface):
                 check_reduction=check_reduction,
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
+                mixed_precision=mixed_precision,
                 reduce_dtype=reduce_dtype,
                 unused_agreement=unused_agreement,
                 own_group=own_group,
@@ -157,6 +172,9 @@ class KnownDDP(StockInterface):
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()
         moved = self._agree(comm, params) if init_sync else []
+        precision = self._options.precision
+        if precision is not None and precision.buffer_dtype is not None:
+            cast_buffers(module, params.ignored, precision.buffer_dtype)
         self._attach(comm, params, synchronises_buffers=self._options.forward_sync_buffers)
         warn_of_moved(moved, self.reducer.where)
 
@@ -207,6 +225,8 @@ class KnownDDP(StockInterface):
             static_graph=self.static_graph,
             delayed=params.resolve(options.delayed),
         )
+        param_dtype = options.precision.param_dtype if options.precision is not None else None
+        self._low_precision = LowPrecision(self.module, params, param_dtype) if param_dtype is not None else None
         self._uneven = UnevenInputs(self.reducer, comm, params, self._buffer_sync)
         self._logging = LoggingData(self._constants())
         self._declared_around: frozenset[int] = NOTHING
@@ -247,7 +267,10 @@ class KnownDDP(StockInterface):
             args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
         try:
             with private.inside_ddp_forward(self):
-                output = self.module(*args, **kwargs)
+                if self._low_precision is None:
+                    output = self.module(*args, **kwargs)
+                else:
+                    output = self._low_precision.run(self.module, args, kwargs)
         except BaseException:
             self._forward_failed(record)
             raise

@@ -20,7 +20,7 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 # Low to high: a module imports only modules to its left.
 ORDER = [
     *("errors", "specs", "buckets", "plan", "protocol", "sampling"),
-    *("_torch_private", "flat", "outputs", "params", "nodes"),
+    *("_torch_private", "flat", "outputs", "params", "precision", "nodes"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *("exchange", "window", "closing", "reducer", "join", "logging_data", "options", "interface", "ddp"),
 ]
