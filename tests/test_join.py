@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Scales, assert_grads, inputs, make, mean_grads
-from steps import TINY_CAP_MB, assert_same_parameters, declares, grads_of, square_loss, step_is_right
+from models import assert_grads, inputs, make, mean_grads
+from steps import TINY_CAP_MB, assert_same_parameters, declares, square_loss, step_is_right
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -23,7 +23,7 @@ from knownddp import KnownDDP
 Losses = Callable[[nn.Module, int, int], Iterable[Tensor]]
 
 # How many inputs each rank has: a rank without any, one that runs out in the middle, last joiners that are not rank 0.
-UNEVEN = [(3, 1), (0, 3), (2, 0, 4), (1, 3, 0, 3)]
+UNEVEN = [(3, 1), (2, 0, 4), (1, 3, 0, 3)]
 uneven = pytest.mark.parametrize("counts", UNEVEN, ids=str)
 
 
@@ -135,3 +135,40 @@ def test_training_with_uneven_inputs_is_training_on_what_there_is(ranks, counts,
 @ways
 def test_ranks_without_inputs_contribute_zeros_to_the_mean(ranks, way):
     ranks(3, _train, (2, 0, 4), way, None, True)
+
+
+# -- communication hooks
+
+
+def _with_hook(rank: int, counts: Sequence[int], hook: str) -> None:
+    plain, model = make(bucket_cap_mb=TINY_CAP_MB if hook == "allreduce" else None)
+    if hook == "allreduce":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif hook == "built in":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    train_unevenly(rank, counts, plain, model, _plain)
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "built in"])
+@pytest.mark.parametrize("counts", [(0, 3), (3, 1, 2)], ids=str)
+def test_ranks_without_inputs_run_the_communication_hook(ranks, counts, hook):
+    ranks(len(counts), _with_hook, counts, hook)
+
+
+def _power_sgd(rank: int, counts: Sequence[int]) -> None:
+    """Gradients of rank one, which PowerSGD transmits exactly: rank r's input is r + 1 times the same row."""
+
+    def losses(module: nn.Module, r: int, step: int) -> Iterator[Tensor]:
+        yield module((r + 1) * inputs(0, 1, 8, seed=step)).sum()
+
+    plain, model = make(lambda: nn.Linear(8, 8))
+    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train_unevenly(rank, counts, plain, model, losses)
+    assert state.iter == max(counts) + 1
+    assert list(state.error_dict) == [0]
+
+
+@pytest.mark.parametrize("counts", [(2, 5), (5, 0, 4)], ids=str)
+def test_a_hook_with_a_state_stays_in_step_on_ranks_without_inputs(ranks, counts):
+    ranks(len(counts), _power_sgd, counts)

@@ -1,23 +1,23 @@
-"""Uneven inputs, by hand: divisors, buffers, hooks, early ends, errors, dropped outputs, several joinables.
+"""Uneven inputs, by hand: divisors, early ends, errors, dropped outputs, several joinables.
 
 Expected values are worked out in the docstring or come from plain autograd on one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Scales, inputs, make, mean_grads, raises_everywhere
-from steps import TINY_CAP_MB, assert_same_parameters, follow, grads_of, square_loss, step_is_right
-from torch import Tensor, nn
+from steps import TINY_CAP_MB, assert_same_parameters, grads_of, square_loss, step_is_right
+from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
-from knownddp import KnownDDP, KnownDDPError, RanksDifferError, UnfinishedBackwardError, UsageError
+from knownddp import RanksDifferError, UnfinishedBackwardError, UsageError
 
 # -- divisors
 
@@ -60,69 +60,6 @@ def _divisor_afterwards(rank: int) -> list[float | None]:
 def test_afterwards_gradients_are_divided_by_the_number_of_all_ranks(ranks):
     """(6 + 12 + 18) / 3"""
     assert ranks(3, _divisor_afterwards) == [[12.0]] * 3
-
-
-# -- buffers
-
-
-class _Seen(Scales):
-    """Notes the value of a buffer as the forward begins, then adds 10^rank to it."""
-
-    def __init__(self) -> None:
-        super().__init__("a")
-        self.register_buffer("mark", torch.zeros(()))
-        self.seen: list[float] = []
-
-    def forward(self, x: Tensor, use: str = "a") -> Tensor:
-        self.seen.append(self.mark.item())
-        self.mark += 10.0 ** dist.get_rank()
-        return super().forward(x, use)
-
-
-def _buffers(rank: int, counts: Sequence[int], synchronised: bool, trains: bool = True) -> tuple[list[float], float]:
-    _, model = make(_Seen, forward_sync_buffers=synchronised)
-    model.train(trains)
-    with model.join():
-        for _ in range(counts[rank]):
-            model(torch.tensor(1.0)).backward()
-    return model.module.seen, model.module.mark.item()
-
-
-def test_buffers_are_those_of_the_highest_rank_that_has_inputs(ranks):
-    """After the first forward they are 1, 10, 100. Then rank 1 is the highest one: 10 on all, plus 1 and 10. Then
-    rank 1 alone: 20 + 10. It is also the last joiner."""
-    assert ranks(3, _buffers, (2, 3, 1), True) == [([0.0, 10.0], 30.0), ([0.0, 10.0, 20.0], 30.0), ([0.0], 30.0)]
-
-
-def test_with_even_inputs_buffers_are_those_of_the_highest_rank(ranks):
-    assert ranks(2, _buffers, (2, 2), True) == [([0.0, 10.0], 20.0)] * 2
-
-
-def test_buffers_that_are_not_synchronised_stay_each_ranks_own(ranks):
-    """Rank 1 adds 10 in each of 2 forwards, rank 0 adds 1 in each of 3."""
-    assert ranks(2, _buffers, (3, 2), False) == [([0.0, 1.0, 2.0], 3.0), ([0.0, 10.0], 20.0)]
-
-
-def test_in_evaluation_mode_buffers_are_brought_together_at_the_end(ranks):
-    """Rank 1, the last one, has added 10 twice."""
-    assert ranks(2, _buffers, (1, 2), True, False) == [([0.0], 20.0), ([0.0, 10.0], 20.0)]
-
-
-def _batch_norm(rank: int) -> list[float]:
-    """Rank r's inputs are all r: the running mean of the rank that ran longest."""
-    torch.manual_seed(0)
-    model = KnownDDP(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
-    with model.join():
-        for _ in range(3 - rank):
-            model(torch.full((4, 2), float(rank))).sum().backward()
-    return model.module[0].running_mean.tolist()
-
-
-def test_running_means_of_batch_norm(ranks):
-    """The first step begins with 0 on both and gives 0.1 on rank 1, whose values the second one takes over: 0.1, then
-    0.09 on rank 0 and 0.19 on rank 1. The third begins with rank 0's own 0.09 and gives 0.081."""
-    for found in ranks(2, _batch_norm):
-        assert found == pytest.approx([0.081, 0.081])
 
 
 # -- one context after another, and none
@@ -170,28 +107,6 @@ def test_a_context_that_is_disabled_does_nothing(ranks):
     assert ranks(2, _disabled) == [[0, 0]] * 2
 
 
-def _last_joiner(rank: int, counts: Sequence[int], synchronised: bool) -> tuple[int, float, float, float]:
-    """Ranks spoil their parameters and buffers; those of the highest one of the last joiners count."""
-    _, model = make(_Seen, forward_sync_buffers=synchronised)
-    frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
-    with model.join():
-        for _ in range(counts[rank]):
-            model(torch.tensor(1.0)).backward()
-        with torch.no_grad():
-            model.module.a.fill_(rank)
-            model.module.mark.fill_(rank)
-    return model._authoritative_rank, model.module.a.item(), model.module.mark.item(), frozen.item()
-
-
-@pytest.mark.parametrize(("counts", "source"), [((1, 3, 3, 2), 2), ((2, 1, 0, 1), 0), ((1, 1, 1, 1), 3), ((0,) * 4, 3)])
-def test_in_the_end_all_hold_the_model_of_the_highest_last_joiner(ranks, counts, source):
-    assert ranks(4, _last_joiner, counts, True) == [(source, float(source), float(source), 0.0)] * 4
-
-
-def test_buffers_are_left_alone_in_the_end_if_they_are_not_synchronised(ranks):
-    assert ranks(2, _last_joiner, (2, 1), False) == [(0, 0.0, 0.0, 0.0), (0, 0.0, 1.0, 0.0)]
-
-
 # -- early ends and errors
 
 
@@ -219,10 +134,15 @@ def test_all_ranks_may_stop_as_soon_as_one_has_run_out(ranks):
 
 def _error_in_the_body(rank: int) -> None:
     plain, model = make()
-    for _ in range(2):
-        with pytest.raises(KeyError), model.join():
+
+    def train() -> None:
+        with model.join():
             square_loss(model, rank, 1).backward()
             raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            train()
         step_is_right(plain, model, rank)
 
 
@@ -396,3 +316,62 @@ def _two_forwards(rank: int) -> list[list[float | None]]:
 def test_two_forwards_before_one_backward(ranks):
     """3 x 6 and 3 x 12: a mean of 27; then 18 / 2 on rank 0."""
     assert ranks(2, _two_forwards) == [[[27.0], [9.0]], [[27.0]]]
+
+
+def _carried(rank: int) -> list[list[float | None]]:
+    """Rank 1 accumulates into b under ``no_sync`` and then drops its output."""
+    _, model = make(lambda: Scales("a", "b"))
+    x = torch.tensor(6.0 * (rank + 1))
+    with model.join():
+        with model.no_sync():
+            model(x, use="a" if rank == 0 else "b").backward()
+        output = model(x, use="a", unused_parameters=["b"])
+        if rank == 0:
+            output.backward()
+        model(x, use="a", unused_parameters=["b"])
+    return grads_of(model)
+
+
+def test_what_was_accumulated_before_a_dropped_output_is_averaged(ranks):
+    """x is 6 and 12. a: 6 + 6 on rank 0, nothing on rank 1; b: 12 on rank 1. Halved."""
+    assert ranks(2, _carried) == [[6.0, 6.0]] * 2
+
+
+# -- several joinables
+
+
+def _several(rank: int, counts: Sequence[int]) -> None:
+    """Two wrappers, one after the other in each iteration, and optimizers that join too."""
+    zero = _zero_optimizer()
+    plain = [make(bucket_cap_mb=TINY_CAP_MB)[0] for _ in range(2)]
+    models = [make(bucket_cap_mb=TINY_CAP_MB)[1] for _ in range(2)]
+    optimizers = [zero(m.parameters(), torch.optim.Adam, lr=0.1) for m in models]
+    oracles = [torch.optim.Adam(m.parameters(), lr=0.1) for m in plain]
+    with Join([models[0], optimizers[0], models[1], optimizers[1]], divide_by_initial_world_size=False):
+        for step in range(counts[rank]):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model.zero_grad()
+                square_loss(model, rank, step).backward()
+                optimizer.step()
+    for step in range(max(counts)):
+        active = [r for r, count in enumerate(counts) if step < count]
+        for module, oracle in zip(plain, oracles, strict=True):
+            grads = mean_grads(module, len(active), lambda m, r, s=step, a=active: square_loss(m, a[r], s))
+            for name, param in module.named_parameters():
+                param.grad = grads[name]
+            oracle.step()
+    for module, model in zip(plain, models, strict=True):
+        assert_same_parameters(model, module)
+        step_is_right(module, model, rank)
+
+
+def _zero_optimizer() -> type:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: it compiles functional optimizers
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer
+
+
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1, 2)], ids=str)
+def test_several_wrappers_and_sharded_optimizers_join_together(ranks, counts):
+    ranks(len(counts), _several, counts)
