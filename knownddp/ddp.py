@@ -226,7 +226,6 @@ class KnownDDP(StockInterface):
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=int(self.find_unused_parameters),
             gradient_as_bucket_view=int(self.gradient_as_bucket_view),
-            static_graph=int(self.static_graph),
         )
 
     # -- forward

@@ -67,6 +67,7 @@ class LoggingData:
             "comm_hook": reducer.hook_name,
             "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()),
             "join_uneven_inputs": joins,
+            "static_graph": int(reducer.history.is_promised),
             "can_set_static_graph": reducer.history.is_static,
             "has_rebuilt_buckets": int(reducer.planner.has_learnt),
             "num_buckets_reduced": len(plan.buckets),

@@ -114,6 +114,10 @@ class Reducer(Closing):
         self.find_unused = self.protocol.detects_unused = False
         self.history = GraphHistory(is_promised=True)
 
+    def _ddp_graph_static(self) -> bool:
+        """Whether all backwards so far had one graph: torch's name for it."""
+        return self.history.is_static
+
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """The next backward synchronises, though its forward ran under ``no_sync``.
 
