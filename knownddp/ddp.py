@@ -246,7 +246,6 @@ class KnownDDP(StockInterface):
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=int(self.find_unused_parameters),
             gradient_as_bucket_view=int(self.gradient_as_bucket_view),
-            static_graph=int(self.static_graph),
         )
 
     # -- forward
@@ -285,11 +284,13 @@ class KnownDDP(StockInterface):
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if torch.is_grad_enabled() and private.current_graph_task() == private.NO_GRAPH_TASK:
             trains = self.module.training
+            joins = self._uneven.is_on(self)
             if synchronises:
-                self.reducer.check_finished(judges=trains)
+                self.reducer.check_finished(judges=trains and not joins)
                 self._logging.forward_begins(self.reducer.times)
-            joins = self._uneven.forward_begins(self, synchronises=synchronises, trains=trains)
-            if synchronises and trains and not joins:
+            if joins:
+                self._uneven.forward_begins(self, synchronises=synchronises, trains=trains)
+            elif synchronises and trains:
                 self._buffer_sync.at(BufferHookLocation.PRE_FORWARD)
         return self.reducer.forward_begins(declared, synchronises=synchronises)
 

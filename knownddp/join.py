@@ -26,11 +26,10 @@ from .reducer import Reducer
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What all ranks are about to do: whether a window follows, whether buffers are exchanged, who still has inputs."""
+    """What some rank is about to do, so that all have to: begin a window, in training mode or not."""
 
     synchronises: bool
-    exchanges_buffers: bool
-    active: list[int]
+    trains: bool
 
 
 class UnevenInputs:
@@ -53,34 +52,36 @@ class UnevenInputs:
     def _hook(self) -> KnownJoinHook | None:
         return self._context() if self._context is not None else None
 
-    def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> bool:
-        """A forward with gradients, outside of a backward, on a rank that has inputs.
+    def is_on(self, joinable: Joinable) -> bool:
+        """Whether a forward that begins now does so in a join context."""
+        self._reducer.joining = self._hook is not None and joinable._join_config.enable
+        if not self._reducer.joining:
+            self._reducer.divisor = self._comm.world_size
+            self._buffers.source = 0
+        return self._reducer.joining
 
-        Returns whether a join context is active; buffers are dealt with then.
+    def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> None:
+        """A forward with gradients, outside of a backward and in a join context, on a rank that has inputs.
 
         Raises:
             RuntimeError: another rank has run out of inputs and ``throw_on_early_termination`` was asked for.
             RanksDifferError: some ranks run this forward under ``no_sync`` and others do not; on every rank.
+            UnfinishedBackwardError: parameters were promised and no rank touched them; on every rank.
         """
         hook = self._hook
-        reducer = self._reducer
-        reducer.joining = hook is not None and joinable._join_config.enable
-        if hook is None or not reducer.joining:
-            reducer.divisor = self._comm.world_size
-            self._buffers.source = 0
-            return False
+        assert hook is not None
         self.pay_debt()
         work = Join.notify_join_context(joinable)
-        exchanges = synchronises and trains and self._buffers.is_due
-        told = self._announce(hook, active=True, synchronises=synchronises, exchanges_buffers=exchanges)
+        told = self._announce(hook, active=True, synchronises=synchronises, trains=trains)
         if work is not None:
             work.wait()
-        if told.exchanges_buffers:
-            self._buffers.exchange(apply=trains)
-        elif synchronises and trains:
+        if told.trains:
+            self._reducer.judge()
+        if synchronises and trains:
             self._buffers.at(BufferHookLocation.PRE_FORWARD)
-        reducer.owes_window = synchronises
-        return True
+        elif told.trains:
+            self._buffers.exchange(apply=False)
+        self._reducer.owes_window = synchronises
 
     def pay_debt(self) -> None:
         """The last synchronising forward had no backward, but joined ranks take part in one: give it to them."""
@@ -91,28 +92,36 @@ class UnevenInputs:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
         self._reducer.joining = True
         told = self._announce(hook, active=False)
-        if told.exchanges_buffers:
-            self._buffers.exchange(apply=True)
+        if told.trains:
+            self._reducer.judge()
+            for location in BufferHookLocation:  # a hook runs at one of them
+                self._buffers.at(location)
         if told.synchronises:
             self._reducer.take_part(joined=True)
 
     def _announce(
-        self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, exchanges_buffers: bool = False
+        self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, trains: bool = False
     ) -> Announcement:
-        mine = [active and synchronises, active and not synchronises, exchanges_buffers]
+        mine = [
+            active and synchronises,
+            active and not synchronises,
+            synchronises and trains,
+            self._buffers.has_exchanged,
+        ]
         message = torch.tensor([*map(int, mine), *(0 for _ in range(self._comm.world_size))])
         message[len(mine) + self._comm.rank] = int(active)
         self._comm.combine_max(message).wait()
-        does, does_not, exchanges, *flags = map(bool, message.tolist())
+        does, does_not, trains, has_exchanged, *flags = map(bool, message.tolist())
         still_active = [rank for rank, flag in enumerate(flags) if flag]
         if does and does_not:
             raise RanksDifferError(
                 f"{self._reducer.where} inside join() some ranks run this forward under no_sync() and others do not.\n"
                 "Fix: use no_sync() in the same iterations on every rank."
             )
-        self._buffers.source = max(still_active)
+        # Where a rank exchanged before the context began, others are still to answer, to rank 0.
+        self._buffers.source = 0 if has_exchanged else max(still_active)
         self._reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
-        return Announcement(does, exchanges, still_active)
+        return Announcement(does, trains)
 
     def finish(self, *, is_last_joiner: bool) -> int:
         """All ranks have joined: take over the model of the highest one that was among the last. Returns that rank."""

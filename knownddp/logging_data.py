@@ -69,6 +69,7 @@ class LoggingData:
             "comm_hook": reducer.hook_name,
             "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()),
             "join_uneven_inputs": joins,
+            "static_graph": int(reducer.history.is_promised),
             "can_set_static_graph": reducer.history.is_static,
             # With detection every set has buckets of its own.
             "has_rebuilt_buckets": int(reducer.planner.has_learnt and not reducer.find_unused),

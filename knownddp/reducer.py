@@ -114,6 +114,10 @@ class Reducer(Closing):
         self.find_unused = self.protocol.detects_unused = False
         self.history = GraphHistory(is_promised=True)
 
+    def _ddp_graph_static(self) -> bool:
+        """Whether all backwards so far had one graph: torch's name for it."""
+        return self.history.is_static
+
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """The next backward synchronises, though its forward ran under ``no_sync``.
 
@@ -149,8 +153,16 @@ class Reducer(Closing):
                     "Fix: restart, or make a new process group and wrap the module again."
                 )
             self.forwards.forward_begins()
-            if not judges:
-                return
+        if judges:
+            self.judge()
+
+    def judge(self) -> None:
+        """Was every promise kept since this was last asked?
+
+        Raises:
+            UnfinishedBackwardError: not so; on every rank.
+        """
+        with self.lock:
             missing = self.protocol.unmet()
             self.protocol.forward_begins()
         if missing:
@@ -264,7 +276,7 @@ class Reducer(Closing):
         self.owes_window = False
 
     def _open(
-        self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, joined: bool = False
+        self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, silent: bool = False
     ) -> None:
         """Send OPEN."""
         self.buffers.exchange(apply=False)
@@ -272,7 +284,7 @@ class Reducer(Closing):
         trusts = self._agreement is Agreement.TRUST
         self.protocol.agreement = Agreement.UNION if trusts and self.joining else self._agreement
         held_back = window.gradients.held_back
-        carried = [i for i in self.touched_locally if held_back[i] is not None] if not joined else []
+        carried = [i for i in self.touched_locally if held_back[i] is not None]
         self.window = window
         message = self.protocol.begin(
             expected,
@@ -281,7 +293,7 @@ class Reducer(Closing):
             signature=zlib.crc32(self.hook_name.encode(), self.params.signature),
             nested=nested,
             guessed=guessed,
-            joined=joined,
+            silent=silent,
         )
         window.opening = self.combine(message)
 
@@ -293,11 +305,15 @@ class Reducer(Closing):
         """
         with self.lock:
             self.owes_window = False
+            if not self.forwards_begun:
+                self.optimizers.adopt(self.params.live)
             self._read_params()
             terms = Terms(self.divisor, self.hook, contributes=not joined)
             gradients = GradientExchange(self.params, self.comm, self.counters, terms, {})
             window = Window([], gradients, begun_at_output=True, has_graph=False)
-            self._open(window, bytes(len(self.params)), joined=True)
+            if joined:
+                self.touched_locally.clear()
+            self._open(window, bytes(len(self.params)), silent=True)
             run(self.closing_steps(window, failed=False))
 
     # -- reduce
