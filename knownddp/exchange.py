@@ -157,18 +157,18 @@ class GradientExchange:
                     current.wait_stream(stream)
                     grad.record_stream(current)
 
-    def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> Exception | None:
+    def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> BaseException | None:
         """Launch what is left of ``plan``, whether full or not: peers wait for it.
 
         Returns what went wrong here (out of memory, say), or None. Either way everything is launched, unless the
         connection is lost. ``failed``: this rank failed already.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         if not failed:
             try:
                 for bucket in plan.buckets[len(self._flights) :]:
                     self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
-            except Exception as raised:
+            except BaseException as raised:  # also an interrupt: peers hear of it before it goes on
                 error = raised
         if failed or error is not None:
             self._launch_empty(plan, generation)

@@ -3,8 +3,8 @@
 [Note: joined ranks] Torch's ``Join`` tells ranks in every forward whether others still run. On top of that every rank,
 joined or not, announces what the forward is going to do, so that a joined rank can do the same: exchange buffers, and
 take part in one window, in which it contributes zeros and has no say. It learns the agreed set from OPEN like everyone,
-and receives the means, so that an optimizer which joins too can step. So each synchronising forward owes exactly one
-window; if its output was dropped, the next forward pays.
+and has the means in ``.grad`` until all have joined, so that an optimizer which joins too can step. So each
+synchronising forward owes exactly one window; if its output was dropped, the next forward pays.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .buffers import BufferHookLocation, BufferSync, broadcast_from
@@ -41,6 +42,7 @@ class UnevenInputs:
         self._params = params
         self._buffers = buffers
         self._context: weakref.ref[KnownJoinHook] | None = None
+        self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []  # what stood in .grad when this rank joined
         self.was_used = False
 
     def enter(self, hook: KnownJoinHook) -> None:
@@ -91,13 +93,27 @@ class UnevenInputs:
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
         self._reducer.joining = True
-        told = self._announce(hook, active=False)
-        if told.trains:
-            self._reducer.judge()
-            for location in BufferHookLocation:  # a hook runs at one of them
-                self._buffers.at(location)
-        if told.synchronises:
-            self._reducer.take_part(joined=True)
+        if not self._set_aside:
+            self._set_aside = [(p, p.grad) for p in self._params.live if p is not None]
+            for param, _ in self._set_aside:
+                param.grad = None
+        try:
+            told = self._announce(hook, active=False)
+            if told.trains:
+                self._reducer.judge()
+                for location in BufferHookLocation:  # a hook runs at one of them
+                    self._buffers.at(location)
+            if told.synchronises:
+                self._reducer.take_part(joined=True)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        """``.grad`` is as it was when this rank joined."""
+        for param, grad in self._set_aside:
+            param.grad = grad
+        self._set_aside.clear()
 
     def _announce(
         self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, trains: bool = False
@@ -125,6 +141,7 @@ class UnevenInputs:
 
     def finish(self, *, is_last_joiner: bool) -> int:
         """All ranks have joined: take over the model of the highest one that was among the last. Returns that rank."""
+        self._put_back()
         candidate = torch.tensor([self._comm.rank if is_last_joiner else -1])
         self._comm.combine_max(candidate).wait()
         source = int(candidate)

@@ -35,15 +35,15 @@ def _divided(rank: int, divides_by_all: bool) -> list[list[float | None]]:
 
 
 def test_gradients_are_divided_by_the_number_of_all_ranks(ranks):
-    """Sums by iteration: 6 + 12 + 18, 12 + 18, 18; thirds of them: 12, 10, 6. What comes last stands on all ranks."""
-    first, second, third, last = [12.0, None], [10.0, None], [6.0, None], [6.0, None]
-    assert ranks(3, _divided, True) == [[first, last], [first, second, last], [first, second, third, last]]
+    """Sums by iteration: 6 + 12 + 18, 12 + 18, 18; thirds of them: 12, 10, 6. Afterwards each rank has its own last."""
+    first, second, third = [12.0, None], [10.0, None], [6.0, None]
+    assert ranks(3, _divided, True) == [[first, first], [first, second, second], [first, second, third, third]]
 
 
 def test_gradients_are_divided_by_the_number_of_ranks_that_have_inputs(ranks):
     """36 / 3, 30 / 2, 18 / 1."""
     first, second, third = [12.0, None], [15.0, None], [18.0, None]
-    assert ranks(3, _divided, False) == [[first, third], [first, second, third], [first, second, third, third]]
+    assert ranks(3, _divided, False) == [[first, first], [first, second, second], [first, second, third, third]]
 
 
 def _divisor_afterwards(rank: int) -> list[float | None]:
