@@ -119,10 +119,9 @@ class HookedWork:
 
     def _as_own(self, result: Tensor) -> Tensor:
         """``result`` as a contiguous 1-D tensor that nobody else writes to: a hook may go on using its own."""
-        is_flat = result.is_set_to(self._flat) and not result.is_conj()
-        return (
-            result if is_flat else self._flat.new_empty(self._flat.shape, dtype=result.dtype).copy_(result.reshape(-1))
-        )
+        if result.is_set_to(self._flat) and not result.is_conj():
+            return result
+        return torch.empty_like(self._flat, dtype=result.dtype).copy_(result.reshape(-1))
 
     def is_completed(self) -> bool:
         return bool(self._future.done())

@@ -17,6 +17,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from . import _torch_private as private
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, run
-from .comm_hooks import CommHook
+from .comm_hooks import CommHook, GradBucket, sum_future
 from .errors import PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .faults import unfinished_message
@@ -113,6 +114,10 @@ class Reducer(Closing):
         """From the first backward on the graph may not change."""
         self.find_unused = self.protocol.detects_unused = False
         self.history = GraphHistory(is_promised=True)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """A future of the bucket's sum over ranks, in place and undivided: torch's name, for its hooks."""
+        return sum_future(self.comm, bucket.buffer())
 
     def _ddp_graph_static(self) -> bool:
         """Whether all backwards so far had one graph: torch's name for it."""
