@@ -106,6 +106,8 @@ class HookedWork:
                 f"the communication hook {self._name} must return a future of one tensor, got one of "
                 f"{type(result).__name__}.\nFix: end it with .then(lambda future: future.value()[0]) or the like."
             )
+        if self._flat.is_complex() and not result.is_complex() and result.shape[-1:] == (2,):
+            result = torch.view_as_complex(result.contiguous())  # as the future of an all-reduce holds it
         if result.numel() != self._flat.numel():
             raise CommHookError(
                 f"the communication hook {self._name} returned {result.numel()} elements for a bucket of "
