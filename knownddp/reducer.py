@@ -301,11 +301,12 @@ class Reducer(Closing):
         )
         window.opening = self.combine(message)
 
-    def take_part(self, *, joined: bool) -> None:
+    def take_part(self, *, joined: bool, failed: bool = False) -> None:
         """A window in which this rank has no backward, but others have: the mean reaches this rank too.
 
         ``joined``: this rank has no inputs left; it contributes zeros and has no say. Else it contributes like a rank
-        whose backward reaches no parameter.
+        whose backward reaches no parameter. ``failed``: like one whose backward raises, so that the window is an error
+        on every rank.
         """
         with self.lock:
             self.owes_window = False
@@ -318,7 +319,7 @@ class Reducer(Closing):
             if joined:
                 self.touched_locally.clear()
             self._open(window, bytes(len(self.params)), silent=True)
-            run(self.closing_steps(window, failed=False))
+            run(self.closing_steps(window, failed=failed))
 
     # -- reduce
 
