@@ -106,6 +106,8 @@ class HookedWork:
                 f"the communication hook {self._name} must return a future of one tensor, got one of "
                 f"{type(result).__name__}.\nFix: end it with .then(lambda future: future.value()[0]) or the like."
             )
+        if self._flat.is_complex() and not result.is_complex() and result.shape[-1:] == (2,):
+            result = torch.view_as_complex(result.contiguous())  # as the future of an all-reduce holds it
         if result.numel() != self._flat.numel():
             raise CommHookError(
                 f"the communication hook {self._name} returned {result.numel()} elements for a bucket of "
@@ -119,10 +121,9 @@ class HookedWork:
 
     def _as_own(self, result: Tensor) -> Tensor:
         """``result`` as a contiguous 1-D tensor that nobody else writes to: a hook may go on using its own."""
-        is_flat = result.is_set_to(self._flat) and not result.is_conj()
-        return (
-            result if is_flat else self._flat.new_empty(self._flat.shape, dtype=result.dtype).copy_(result.reshape(-1))
-        )
+        if result.is_set_to(self._flat) and not result.is_conj():
+            return result
+        return torch.empty_like(self._flat, dtype=result.dtype).copy_(result.reshape(-1))
 
     def is_completed(self) -> bool:
         return bool(self._future.done())

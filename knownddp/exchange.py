@@ -75,6 +75,7 @@ class GradientExchange:
         self._terms = terms
         self._stood_before = stood_before
         self._flights: list[Flight] = []
+        self._late_flights: list[Flight] = []
         self._has_travelled = bytearray(len(params))  # what was held back is on its way
         self._has_fired = bytearray(len(params))
         self._late_means: dict[int, Tensor] = {}
@@ -229,7 +230,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def hand_back(self, touched: bytes, late: Collection[int]) -> None:
-        """Means to what any rank touched, what stood there before to the rest. Late ones wait for the late round."""
+        """Means to what any rank touched, what stood there before to the rest."""
         late = set(late)
         flights, self._flights = self._flights, []
         for flight in flights:
@@ -243,18 +244,27 @@ class GradientExchange:
         for i, before in enumerate(self.held_back):
             if before is not None and not self._has_travelled[i] and i not in late:
                 self._set(i, before)
-
-    @torch.no_grad()
-    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, None]:
-        """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for."""
-        self._counters.late_rounds += 1
-        for bucket in plan.buckets:
-            self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
-        for flight in self._flights:
-            yield flight.work
+        for flight in self._late_flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 earlier = self._late_means.get(i)
                 self._set_mean(i, mean if earlier is None else earlier + mean)
+
+    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, Exception | None]:
+        """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
+
+        Returns what went wrong here, or None. ``hand_back`` follows.
+        """
+        self._counters.late_rounds += 1
+        on_time, self._flights = self._flights, []
+        error = self.launch_rest(plan, failed=False, generation=generation)
+        error = (yield from self.wait_for_hook()) or error
+        for flight in self._flights:
+            yield flight.work
+        self._late_flights, self._flights = self._flights, on_time
+        try:
+            return error
+        finally:
+            del error  # as in ``launch_rest``
 
     @torch.no_grad()
     def keep_late_ones_local(self, late: Collection[int]) -> None:

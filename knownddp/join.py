@@ -5,10 +5,14 @@ joined or not, announces what the forward is going to do, so that a joined rank 
 take part in one window, in which it contributes zeros and has no say. It learns the agreed set from OPEN like everyone,
 and has the means in ``.grad`` until all have joined, so that an optimizer which joins too can step. So each
 synchronising forward owes exactly one window; if its output was dropped, the next forward pays.
+
+Several wrappers may share a context. ``Join`` has a joined rank shadow them one after the other, each to the end of its
+window; so ranks with inputs must run them in that order, too, each to the end of its backward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .buffers import BufferHookLocation, BufferSync, broadcast_from
 from .comm import Collectives
-from .errors import RanksDifferError
+from .errors import PeerError, RanksDifferError, UsageError
 from .params import ManagedParams
 from .reducer import Reducer
 
@@ -31,6 +35,9 @@ class Announcement:
 
     synchronises: bool
     trains: bool
+
+
+_all: weakref.WeakSet[UnevenInputs] = weakref.WeakSet()
 
 
 class UnevenInputs:
@@ -44,6 +51,7 @@ class UnevenInputs:
         self._context: weakref.ref[KnownJoinHook] | None = None
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []  # what stood in .grad when this rank joined
         self.was_used = False
+        _all.add(self)
 
     def enter(self, hook: KnownJoinHook) -> None:
         """A join context was made. It is over when the context, which alone holds ``hook``, is gone."""
@@ -69,10 +77,12 @@ class UnevenInputs:
             RuntimeError: another rank has run out of inputs and ``throw_on_early_termination`` was asked for.
             RanksDifferError: some ranks run this forward under ``no_sync`` and others do not; on every rank.
             UnfinishedBackwardError: parameters were promised and no rank touched them; on every rank.
+            UsageError: another wrapper of the context has yet to have its backward; an error on every rank.
         """
         hook = self._hook
         assert hook is not None
         self.pay_debt()
+        self._settle_others()
         work = Join.notify_join_context(joinable)
         told = self._announce(hook, active=True, synchronises=synchronises, trains=trains)
         if work is not None:
@@ -89,6 +99,22 @@ class UnevenInputs:
         """The last synchronising forward had no backward, but joined ranks take part in one: give it to them."""
         if self._reducer.joining and self._reducer.owes_window:
             self._reducer.take_part(joined=False)
+
+    def _settle_others(self) -> None:
+        """Joined ranks are still in the windows that other wrappers owe: they would not hear of this forward."""
+        for other in [one for one in _all if one is not self and one._reducer.joining and one._reducer.owes_window]:
+            if not len(other._reducer.forwards):  # its output was dropped
+                other.pay_debt()
+                continue
+            with contextlib.suppress(PeerError):
+                other._reducer.take_part(joined=False, failed=True)
+            raise UsageError(
+                f"{self._reducer.where} inside a join context that several wrappers share, the forward of one began "
+                "before another had its backward.\n"
+                "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
+                "which Join was given them.\n"
+                "Fix: call each wrapper's forward and backward in turn, or wrap one module that holds all of them."
+            )
 
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""

@@ -17,6 +17,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from . import _torch_private as private
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, run
-from .comm_hooks import CommHook
+from .comm_hooks import CommHook, GradBucket, sum_future
 from .errors import PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .faults import unfinished_message
@@ -113,6 +114,10 @@ class Reducer(Closing):
         """From the first backward on the graph may not change."""
         self.find_unused = self.protocol.detects_unused = False
         self.history = GraphHistory(is_promised=True)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """A future of the bucket's sum over ranks, in place and undivided: torch's name, for its hooks."""
+        return sum_future(self.comm, bucket.buffer())
 
     def _ddp_graph_static(self) -> bool:
         """Whether all backwards so far had one graph: torch's name for it."""
@@ -297,11 +302,12 @@ class Reducer(Closing):
         )
         window.opening = self.combine(message)
 
-    def take_part(self, *, joined: bool) -> None:
+    def take_part(self, *, joined: bool, failed: bool = False) -> None:
         """A window in which this rank has no backward, but others have: the mean reaches this rank too.
 
         ``joined``: this rank has no inputs left; it contributes zeros and has no say. Else it contributes like a rank
-        whose backward reaches no parameter.
+        whose backward reaches no parameter. ``failed``: like one whose backward raises, so that the window is an error
+        on every rank.
         """
         with self.lock:
             self.owes_window = False
@@ -314,7 +320,7 @@ class Reducer(Closing):
             if joined:
                 self.touched_locally.clear()
             self._open(window, bytes(len(self.params)), silent=True)
-            run(self.closing_steps(window, failed=False))
+            run(self.closing_steps(window, failed=failed))
 
     # -- reduce
 

@@ -5,7 +5,6 @@ Expected values are worked out in the docstring or come from plain autograd on o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from models import Scales, inputs, make, mean_grads, raises_everywhere
 from steps import TINY_CAP_MB, assert_same_parameters, grads_of, square_loss, step_is_right
 from torch import Tensor
-from torch.distributed.algorithms.join import Join
 
 from knownddp import RanksDifferError, UnfinishedBackwardError, UsageError
 
@@ -335,43 +333,3 @@ def _carried(rank: int) -> list[list[float | None]]:
 def test_what_was_accumulated_before_a_dropped_output_is_averaged(ranks):
     """x is 6 and 12. a: 6 + 6 on rank 0, nothing on rank 1; b: 12 on rank 1. Halved."""
     assert ranks(2, _carried) == [[6.0, 6.0]] * 2
-
-
-# -- several joinables
-
-
-def _several(rank: int, counts: Sequence[int]) -> None:
-    """Two wrappers, one after the other in each iteration, and optimizers that join too."""
-    zero = _zero_optimizer()
-    plain = [make(bucket_cap_mb=TINY_CAP_MB)[0] for _ in range(2)]
-    models = [make(bucket_cap_mb=TINY_CAP_MB)[1] for _ in range(2)]
-    optimizers = [zero(m.parameters(), torch.optim.Adam, lr=0.1) for m in models]
-    oracles = [torch.optim.Adam(m.parameters(), lr=0.1) for m in plain]
-    with Join([models[0], optimizers[0], models[1], optimizers[1]], divide_by_initial_world_size=False):
-        for step in range(counts[rank]):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                model.zero_grad()
-                square_loss(model, rank, step).backward()
-                optimizer.step()
-    for step in range(max(counts)):
-        active = [r for r, count in enumerate(counts) if step < count]
-        for module, oracle in zip(plain, oracles, strict=True):
-            grads = mean_grads(module, len(active), lambda m, r, s=step, a=active: square_loss(m, a[r], s))
-            for name, param in module.named_parameters():
-                param.grad = grads[name]
-            oracle.step()
-    for module, model in zip(plain, models, strict=True):
-        assert_same_parameters(model, module)
-        step_is_right(module, model, rank)
-
-
-def _zero_optimizer() -> type:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: it compiles functional optimizers
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer
-
-
-@pytest.mark.parametrize("counts", [(1, 3), (3, 1, 2)], ids=str)
-def test_several_wrappers_and_sharded_optimizers_join_together(ranks, counts):
-    ranks(len(counts), _several, counts)
