@@ -5,8 +5,9 @@ Each is here because no public name does the same; ``tests/test_torch_private.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +46,12 @@ def will_execute(node: Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def in_compiled_backward() -> bool:
+    """Whether the running backward is a compiled one (``torch._dynamo.config.compiled_autograd``)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # heavy, so not imported here
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
 def current_node() -> Node | None:
     """The node that is being executed, or whose hook is running."""
     return torch._C._current_autograd_node()
@@ -64,6 +71,19 @@ def inside_ddp_forward(wrapper: object) -> Iterator[None]:
         yield
     finally:
         DistributedDataParallel._active_ddp_module = before
+
+
+def active_ddp_module() -> object:
+    """The wrapper inside whose forward this is, or None."""
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+_UNPROFILED = nullcontext()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range of that name in a running profiler's trace; without one it costs next to nothing."""
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _UNPROFILED
 
 
 def default_group() -> dist.ProcessGroup:
@@ -91,6 +111,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return distributed_c10d.default_pg_timeout
+
+
+def count_in_store(key: str) -> int:
+    """How often ``key`` was counted, this time included, in the store that the default group was made with."""
+    _, store = distributed_c10d._world.pg_map[default_group()]
+    return int(store.add(key, 1))
 
 
 def create_group(name: str, ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -127,12 +153,55 @@ def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides:
     return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(strides))
 
 
+class LocalShards:
+    """Parameters that were DTensors, held as plain tensors of this rank's part. Only a forward sees DTensors.
+
+    ``DistributedDataParallel`` does the same by ``tensor.parallel.ddp._pre_dp_module_transform``, which makes new
+    parameters in each forward: optimizers lose track of them.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from torch.distributed.tensor import DTensor  # heavy, and seldom needed
+
+        self._rebuild: Callable[..., torch.Tensor] = DTensor.from_local
+        self._shards: list[tuple[torch.nn.Module, str, torch.nn.Parameter, dict[str, Any]]] = []
+        made: dict[torch.Tensor, torch.nn.Parameter] = {}  # tied ones stay tied
+        for part in module.modules():
+            for name, param in part._parameters.items():
+                if isinstance(param, DTensor):
+                    if param not in made:
+                        local = torch.nn.Parameter(param.to_local().detach())
+                        local.register_hook(_arrived)
+                        made[param] = local.requires_grad_(param.requires_grad)
+                    layout = {"device_mesh": param.device_mesh, "placements": param.placements, "run_check": False}
+                    layout |= {"shape": param.shape, "stride": param.stride()}
+                    self._shards.append((part, name, made[param], layout))
+        self._localize()
+        module.register_forward_pre_hook(self._reconstruct)
+        module.register_forward_hook(self._localize, always_call=True)
+
+    def _reconstruct(self, *_: object) -> None:
+        built: dict[torch.Tensor, torch.Tensor] = {}
+        for part, name, local, layout in self._shards:
+            if local not in built:
+                built[local] = self._rebuild(local, **layout)
+            part._parameters[name] = built[local]  # type: ignore[assignment]
+
+    def _localize(self, *_: object) -> None:
+        for part, name, local, _layout in self._shards:
+            part._parameters[name] = local
+
+
+def _arrived(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that tensor parallelism may still be communicating."""
+    wait = getattr(grad, "wait", None)
+    return wait() if wait is not None else grad
+
+
 def unshard_if_submesh(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Let ``module`` hold plain shards instead of DTensors if ``mesh`` was cut out of a larger one."""
     if mesh._get_root_mesh() != mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # heavy, and seldom needed
-
-        _pre_dp_module_transform(module)
+        LocalShards(module)
 
 
 def scalar_type_name(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import queue
 from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,10 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _torch_private as private
-
-# How many groups were made over each parent, by its name. Ranks make them in the same order, so they agree on names;
-# never reset, because a store may outlive a process group and still hold the addresses of old groups.
-_made: dict[str, int] = {}
 
 # Groups of wrappers that are gone. A peer may still be in its last collective when a wrapper is dropped here, so they
 # are destroyed only when a later wrapper's construction has shown that all ranks are past it.
@@ -55,6 +52,38 @@ class Done:
 
 DONE = Done()
 
+NO_TIMEOUT = timedelta(0)  # C++'s kNoTimeout: the group's own
+
+
+class PythonWork:
+    """A handle from a group written in Python. Its ``wait`` may insist on a time-out, and its future may hold the
+    result as a tensor of its own: that counts, as for torch.
+
+    Args:
+        work: the handle.
+        tensor: where the result belongs; None if it arrives where it should.
+    """
+
+    def __init__(self, work: Any, tensor: Tensor | None) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        self._work.wait(NO_TIMEOUT)
+        if self._tensor is None:
+            return
+        result = self._work.get_future().wait()
+        result = result[0] if isinstance(result, (list, tuple)) else result
+        if isinstance(result, Tensor) and result is not self._tensor:
+            self._tensor.copy_(result)
+        self._tensor = None
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
 
 class Collectives:
     """Every collective that one wrapper issues.
@@ -65,12 +94,19 @@ class Collectives:
     """
 
     def __init__(self, parent: dist.ProcessGroup, *, own_group: bool) -> None:
-        self.parent = parent
-        self.rank: int = dist.get_rank(parent)
-        self.world_size: int = dist.get_world_size(parent)
-        self._own_group = own_group and is_cloneable(parent)
+        self._wants_own_group = own_group
         self._data: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
+        self.move_to(parent)
+
+    def move_to(self, parent: dist.ProcessGroup) -> None:
+        """From now on talk to the ranks of ``parent``."""
+        self.retire()
+        self.parent = parent
+        # Asked of the group itself: one written in Python may not be registered with torch.
+        self.rank: int = parent.rank()
+        self.world_size: int = parent.size()
+        self._own_group = self._wants_own_group and is_cloneable(parent)
 
     @property
     def follows_program_order(self) -> bool:
@@ -84,7 +120,7 @@ class Collectives:
     @property
     def backend(self) -> str:
         """The parent's."""
-        return dist.get_backend(self.parent)
+        return dist.get_backend(self.parent) if private.is_registered(self.parent) else self.parent.name()
 
     def _data_lane(self) -> dist.ProcessGroup:
         """The first call on a rank makes it, and is collective over ``parent``; likewise for the control lane."""
@@ -99,28 +135,29 @@ class Collectives:
 
     def retire(self) -> None:
         """Give up the groups this object made; see ``_retired``."""
-        _retired.extend(g for g in (self._data, self._control) if g is not None and g is not self.parent)
+        made = [group for group in (self._data, self._control) if group is not None and group is not self.parent]
+        _retired.extend(made)
         self._data = self._control = None
 
     # -- data lane
 
     def all_reduce_sum(self, tensor: Tensor) -> Work:
         """Sum ``tensor`` (1-D contiguous, or coalesced sparse) over ranks, in place."""
-        return _work(dist.all_reduce(tensor, group=self._data_lane(), async_op=True))
+        return _work(dist.all_reduce(tensor, group=self._data_lane(), async_op=True), tensor)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
         """Overwrite ``tensor`` (1-D contiguous) with that of group rank ``source``."""
-        return _work(dist.broadcast(tensor, group_src=source, group=self._data_lane(), async_op=True))
+        return _work(dist.broadcast(tensor, group_src=source, group=self._data_lane(), async_op=True), tensor)
 
     # -- control lane
 
     def combine_or(self, message: Tensor) -> Work:
         """Combine bytes by bitwise OR over ranks, in place. ``message`` is 1-D uint8 on the CPU."""
-        return _work(dist.all_reduce(message, op=dist.ReduceOp.BOR, group=self._control_lane(), async_op=True))
+        return _work(dist.all_reduce(message, op=dist.ReduceOp.BOR, group=self._control_lane(), async_op=True), message)
 
     def combine_max(self, message: Tensor) -> Work:
         """Combine integers by MAX over ranks, in place. ``message`` is 1-D int64 on the CPU."""
-        return _work(dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control_lane(), async_op=True))
+        return _work(dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._control_lane(), async_op=True), message)
 
     def gather_steps(self, mine: object) -> Generator[Work, None, list[Any]]:
         """What every rank passed, in rank order: yields each handle to wait for, then returns the objects."""
@@ -141,10 +178,10 @@ class Collectives:
         return run(self.gather_steps(mine))
 
 
-def _work(work: Any) -> Work:
+def _work(work: Any, tensor: Tensor | None = None) -> Work:
     """``dist`` types its handles as optional: None comes only from ranks outside the group."""
     assert work is not None
-    return work  # type: ignore[no-any-return]
+    return work if type(work) is dist.Work else PythonWork(work, tensor)
 
 
 def is_cloneable(group: dist.ProcessGroup) -> bool:
@@ -153,10 +190,16 @@ def is_cloneable(group: dist.ProcessGroup) -> bool:
 
 
 def _clone(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    base = parent.group_name
-    number = _made[base] = _made.get(base, -1) + 1
+    """A group like ``parent``. Its name says how many were made over a parent of that name and size.
+
+    Ranks make them in the same order, so they agree. The store keeps the count, not the process: it knows of the
+    addresses that older groups left there, and a process that joins later, or was not a member for a while, goes on
+    where the others are.
+    """
     ranks = dist.get_process_group_ranks(parent)
-    return private.create_group(f"knownddp/{base}/{number}/{backend}", ranks, backend, private.group_timeout(parent))
+    name = f"knownddp/{parent.group_name}/{len(ranks)}"
+    number = private.count_in_store(f"{name}/{dist.get_rank(parent)}")
+    return private.create_group(f"{name}/{number}/{backend}", ranks, backend, private.group_timeout(parent))
 
 
 T = TypeVar("T")

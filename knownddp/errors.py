@@ -49,6 +49,10 @@ class HiddenOutputError(UsageError, RuntimeError):
     """A backward began inside a reentrant checkpoint, where its end cannot be seen."""
 
 
+class CompiledBackwardError(UsageError, RuntimeError):
+    """A backward ran under compiled autograd, whose hooks tell too little."""
+
+
 class GradientTakenError(UsageError, RuntimeError):
     """A hook of the user's took a gradient out of ``.grad`` before it could be averaged."""
 

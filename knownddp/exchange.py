@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import _torch_private as private
 from .comm import DONE, Collectives, Work
 from .comm_hooks import CommHook, HookedWork
 from .errors import GradientTakenError, at_rank
@@ -124,7 +125,8 @@ class GradientExchange:
             packed, numel = [flat], flat._values().numel()
         else:
             filled = FlatBucket(specs)
-            filled.fill(grads, held_back, divisor)
+            with private.profiled("knownddp::pack"):
+                filled.fill(grads, held_back, divisor)
             flat, packed, numel = filled.flat, filled.views, filled.flat.numel()
         for i in bucket.param_indices:
             self._has_travelled[i] = 1
@@ -211,12 +213,12 @@ class GradientExchange:
         for flight in self._flights:
             flight.work.wait()
 
-    def wait_for_hook(self) -> Generator[Work, None, Exception | None]:
+    def wait_for_hook(self) -> Generator[Work, None, BaseException | None]:
         """If a hook combines buckets: wait for its futures, and return what went wrong in them, or None.
 
         Before the ranks tell each other how their backward went: a hook that failed is a failed backward.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         if self._terms.hook is not None:
             for flight in self._flights:
                 try:
@@ -231,7 +233,10 @@ class GradientExchange:
     @torch.no_grad()
     def hand_back(self, touched: bytes, late: Collection[int]) -> None:
         """Means to what any rank touched, what stood there before to the rest."""
-        late = set(late)
+        with private.profiled("knownddp::unpack"):
+            self._hand_back(touched, set(late))
+
+    def _hand_back(self, touched: bytes, late: set[int]) -> None:
         flights, self._flights = self._flights, []
         for flight in flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
@@ -249,7 +254,7 @@ class GradientExchange:
                 earlier = self._late_means.get(i)
                 self._set_mean(i, mean if earlier is None else earlier + mean)
 
-    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, Exception | None]:
+    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:
         """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
 
         Returns what went wrong here, or None. ``hand_back`` follows.

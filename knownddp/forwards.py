@@ -24,6 +24,7 @@ class ForwardRecord:
         "__weakref__",
         "declared",
         "is_running",
+        "profiled",
         "sources",
         "synchronises",
         "took_part",
@@ -40,6 +41,7 @@ class ForwardRecord:
         self.visited = False  # an output's hook fired in the current window
         self.took_part = False  # it was taken to take part in the current window
         self.was_closed = False  # a window in which it took part is over
+        self.profiled = private.profiled("KnownDDP.forward")
         self.sources: weakref.WeakSet[OutputSource] = weakref.WeakSet()
 
     def takes_part(self) -> bool:
@@ -89,10 +91,12 @@ class ForwardLog:
         if synchronises:
             self._alive.add(record)
         self._running.append(record)
+        record.profiled.__enter__()
         return record
 
     def end(self, record: ForwardRecord, *, is_over: bool) -> None:
         """The forward has run. ``is_over``: no backward can follow (it raised, or nothing requires a gradient)."""
+        record.profiled.__exit__(None, None, None)
         record.is_running = False
         self._running.remove(record)
         if is_over:

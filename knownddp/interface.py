@@ -39,12 +39,14 @@ class StockInterface(nn.Module, Joinable):
     require_backward_grad_sync: bool
     require_forward_param_sync: bool
     parameters_to_ignore: set[str]
-    broadcast_bucket_size = CHUNK_BYTES
     _comm: Collectives
     _buffer_sync: BufferSync
     _uneven: UnevenInputs
     _logging: LoggingData
     _comm_hooks: list[tuple[Callable[..., Any], object]]
+
+    broadcast_bucket_size = CHUNK_BYTES
+    use_side_stream_for_tensor_copies = False  # inputs are moved on the current stream
 
     # -- buffers
 
@@ -241,6 +243,15 @@ class StockInterface(nn.Module, Joinable):
     @property
     def logger(self) -> None:
         """DistributedDataParallel's C++ logger has no counterpart; see ``_get_ddp_logging_data``."""
+
+    @staticmethod
+    def _get_active_ddp_module() -> Any:
+        """The wrapper, of either kind, whose forward is running; torch.compile splits graphs at its bucket size."""
+        return private.active_ddp_module()
+
+    @property
+    def _active_ddp_module(self) -> Any:
+        return private.active_ddp_module()
 
     def _check_reducer_finalized(self) -> None:
         """Raises what the next forward would raise about the last backward."""

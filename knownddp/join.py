@@ -44,7 +44,7 @@ class UnevenInputs:
     """One wrapper's part in join contexts."""
 
     def __init__(self, reducer: Reducer, comm: Collectives, params: ManagedParams, buffers: BufferSync) -> None:
-        self._reducer = reducer
+        self.reducer = reducer
         self._comm = comm
         self._params = params
         self._buffers = buffers
@@ -64,11 +64,11 @@ class UnevenInputs:
 
     def is_on(self, joinable: Joinable) -> bool:
         """Whether a forward that begins now does so in a join context."""
-        self._reducer.joining = self._hook is not None and joinable._join_config.enable
-        if not self._reducer.joining:
-            self._reducer.divisor = self._comm.world_size
+        self.reducer.joining = self._hook is not None and joinable._join_config.enable
+        if not self.reducer.joining:
+            self.reducer.divisor = self._comm.world_size
             self._buffers.source = 0
-        return self._reducer.joining
+        return self.reducer.joining
 
     def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> None:
         """A forward with gradients, outside of a backward and in a join context, on a rank that has inputs.
@@ -88,28 +88,28 @@ class UnevenInputs:
         if work is not None:
             work.wait()
         if told.trains:
-            self._reducer.judge()
+            self.reducer.judge()
         if synchronises and trains:
             self._buffers.at(BufferHookLocation.PRE_FORWARD)
         elif told.trains:
             self._buffers.exchange(apply=False)
-        self._reducer.owes_window = synchronises
+        self.reducer.owes_window = synchronises
 
     def pay_debt(self) -> None:
         """The last synchronising forward had no backward, but joined ranks take part in one: give it to them."""
-        if self._reducer.joining and self._reducer.owes_window:
-            self._reducer.take_part(joined=False)
+        if self.reducer.joining and self.reducer.owes_window:
+            self.reducer.take_part(joined=False)
 
     def _settle_others(self) -> None:
         """Joined ranks are still in the windows that other wrappers owe: they would not hear of this forward."""
-        for other in [one for one in _all if one is not self and one._reducer.joining and one._reducer.owes_window]:
-            if not len(other._reducer.forwards):  # its output was dropped
+        for other in [one for one in _all if one is not self and one.reducer.joining and one.reducer.owes_window]:
+            if not len(other.reducer.forwards):  # its output was dropped
                 other.pay_debt()
                 continue
             with contextlib.suppress(PeerError):
-                other._reducer.take_part(joined=False, failed=True)
+                other.reducer.take_part(joined=False, failed=True)
             raise UsageError(
-                f"{self._reducer.where} inside a join context that several wrappers share, the forward of one began "
+                f"{self.reducer.where} inside a join context that several wrappers share, the forward of one began "
                 "before another had its backward.\n"
                 "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
                 "which Join was given them.\n"
@@ -118,7 +118,7 @@ class UnevenInputs:
 
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
-        self._reducer.joining = True
+        self.reducer.joining = True
         if not self._set_aside:
             self._set_aside = [(p, p.grad) for p in self._params.live if p is not None]
             for param, _ in self._set_aside:
@@ -126,11 +126,11 @@ class UnevenInputs:
         try:
             told = self._announce(hook, active=False)
             if told.trains:
-                self._reducer.judge()
+                self.reducer.judge()
                 for location in BufferHookLocation:  # a hook runs at one of them
                     self._buffers.at(location)
             if told.synchronises:
-                self._reducer.take_part(joined=True)
+                self.reducer.take_part(joined=True)
         except BaseException:
             self._put_back()
             raise
@@ -157,12 +157,12 @@ class UnevenInputs:
         still_active = [rank for rank, flag in enumerate(flags) if flag]
         if does and does_not:
             raise RanksDifferError(
-                f"{self._reducer.where} inside join() some ranks run this forward under no_sync() and others do not.\n"
+                f"{self.reducer.where} inside join() some ranks run this forward under no_sync() and others do not.\n"
                 "Fix: use no_sync() in the same iterations on every rank."
             )
         # Where a rank exchanged before the context began, others are still to answer, to rank 0.
         self._buffers.source = 0 if has_exchanged else max(still_active)
-        self._reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
+        self.reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
         return Announcement(does, trains)
 
     def finish(self, *, is_last_joiner: bool) -> int:
@@ -173,7 +173,7 @@ class UnevenInputs:
         source = int(candidate)
         buffers = self._buffers.current().values() if self._buffers.enabled else ()
         broadcast_from(self._comm, source, [*(p for p in self._params.live if p is not None), *buffers])
-        self._reducer.joining, self._context = False, None
+        self.reducer.joining, self._context = False, None
         return source
 
 

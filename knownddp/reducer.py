@@ -17,7 +17,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ from . import _torch_private as private
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, run
-from .comm_hooks import CommHook, GradBucket, sum_future
-from .errors import PeerError, UnfinishedBackwardError, UsageError
+from .comm_hooks import CommHook
+from .errors import CompiledBackwardError, PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .faults import unfinished_message
 from .flat import dense
@@ -39,6 +38,7 @@ from .params import ManagedParams
 from .plan import Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
+from .stock_reducer import StockReducer
 from .window import LocalBackward, TaskEnd, Window
 
 _numbers = itertools.count()
@@ -46,7 +46,7 @@ _no_backward = weakref.ref(LocalBackward())  # dead at once
 _reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
-class Reducer(Closing):
+class Reducer(Closing, StockReducer):
     """Averages the gradients of ``params`` over the ranks of ``comm``, one window a synchronising backward.
 
     Args:
@@ -99,7 +99,7 @@ class Reducer(Closing):
         self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
-        self._sync_next = False
+        self.sync_next = False
         self._is_off = False
         self.forwards_begun = 0
         self._nodes.hook(params.live, params.trainable)
@@ -115,26 +115,22 @@ class Reducer(Closing):
         self.find_unused = self.protocol.detects_unused = False
         self.history = GraphHistory(is_promised=True)
 
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """A future of the bucket's sum over ranks, in place and undivided: torch's name, for its hooks."""
-        return sum_future(self.comm, bucket.buffer())
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether all backwards so far had one graph: torch's name for it."""
-        return self.history.is_static
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """The next backward synchronises, though its forward ran under ``no_sync``.
-
-        For code written for DistributedDataParallel: pipeline schedules and trainers that call this before the last of
-        several backwards. ``outputs`` is not needed here.
-        """
-        self._sync_next = True
-
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
         self._is_off = True
         self._nodes.remove()
+
+    def take_over(self, old: Reducer) -> None:
+        """Go on with what ``old``, of the same parameters, knew that does not depend on the ranks."""
+        self.hook, self.counters, self.forwards_begun = old.hook, old.counters, old.forwards_begun
+        self.touched_locally = old.touched_locally
+
+    def give_up(self) -> None:
+        """Other ranks take over from here: hooks go, and with them a window whose end was never noticed."""
+        self.remove_hooks()
+        if self.window is not None:
+            self.protocol.break_off()
+            self._end(self.window, restore=True)
 
     # -- forward
 
@@ -217,13 +213,14 @@ class Reducer(Closing):
         with self.lock:
             if self._is_off:
                 return
+            self._refuse_compiled_backward()
             if self.window is not None:
                 if record.synchronises:
                     self.forwards.visit(record)
             elif not self._nodes.begins_backward():
                 if torch.is_grad_enabled() and record.synchronises:
                     self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
-            elif record.synchronises or self._sync_next:
+            elif record.synchronises or self.sync_next:
                 record.synchronises = True
                 self.forwards.visit(record)
                 _begin_all()
@@ -231,6 +228,15 @@ class Reducer(Closing):
                 mark = LocalBackward()
                 private.queue_callback(mark)
                 self._local = weakref.ref(mark)
+
+    def _refuse_compiled_backward(self) -> None:
+        if private.in_compiled_backward():
+            raise CompiledBackwardError(
+                f"{self.where} this backward runs under compiled autograd, which defers and reorders the hooks that "
+                "KnownDDP averages gradients in; nothing was sent.\n"
+                "Fix: set torch._dynamo.config.compiled_autograd=False, or call backward inside `with "
+                "torch._dynamo.compiled_autograd._disable():`. torch.compile itself, forward and backward, works."
+            )
 
     def begin_if_reached(self) -> None:
         """Begin a window if the running backward comes through an open forward of this wrapper and goes on to its part.
@@ -248,7 +254,7 @@ class Reducer(Closing):
         self._settle_debt()
         self.times.mark("backward_begun")
         self._local = _no_backward
-        self._sync_next = False
+        self.sync_next = False
         at_parameter = stood_before is not None
         nested = at_parameter and inside_nested_task()
         guessed = at_parameter and not self.forwards.is_out_of_sight()
@@ -358,6 +364,7 @@ class Reducer(Closing):
         if self._local() is not None or not self.forwards.is_expecting():
             self.touched_locally.add(param_index)
             return False
+        self._refuse_compiled_backward()
         with torch.no_grad():
             before = None if torch.equal(dense(total), dense(grad)) else total - grad
         self._begin(stood_before={param_index: before})
@@ -371,6 +378,7 @@ def _begin_all() -> None:
         reducer.begin_if_reached()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _on_output_grad(reducer: weakref.ref[Reducer], source: OutputSource, _: Tensor) -> None:
     alive = reducer()
     if alive is not None:

@@ -22,7 +22,19 @@ ORDER = [
     *("errors", "specs", "buckets", "plan", "protocol", "sampling"),
     *("_torch_private", "flat", "outputs", "params", "precision", "nodes"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
-    *("exchange", "window", "closing", "reducer", "join", "logging_data", "options", "interface", "ddp"),
+    *(
+        "exchange",
+        "window",
+        "closing",
+        "stock_reducer",
+        "reducer",
+        "join",
+        "logging_data",
+        "options",
+        "interface",
+        "lifecycle",
+        "ddp",
+    ),
 ]
 WITHOUT_TORCH = ORDER[: ORDER.index("_torch_private")]
 TALKS = {"comm", "_torch_private"}
@@ -52,7 +64,7 @@ LOUD = {
 
 # Private names used outside of _torch_private.py, each for want of a public one.
 PRIVATE = {
-    ("ddp", "_ddp_ignored"),  # torch.compile reads it
+    ("lifecycle", "_ddp_ignored"),  # torch.compile reads it
     ("interface", "_ddp_ignored"),
     ("interface", "_ddp_params_and_buffers_to_ignore"),  # DistributedDataParallel's, set by its users ...
     ("params", "_ddp_params_and_buffers_to_ignore"),  # ... and read here

@@ -166,6 +166,17 @@ def test_will_execute_raises_outside_of_a_backward():
         private.will_execute(node_of(leaf()))
 
 
+def test_a_hook_knows_that_the_backward_is_a_compiled_one():
+    asked = private.in_compiled_backward
+    x = leaf()
+    y = x * 2
+    answers = in_backward(torch.compiler.disable(asked), of=y)
+    y.sum().backward(retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.sum().backward()
+    assert answers == [False, True] and not asked()
+
+
 def test_the_current_node_is_that_of_the_hooked_tensor():
     x = leaf()
     y = x * 2
@@ -220,6 +231,12 @@ def test_the_active_wrapper_is_forgotten_when_the_forward_raises():
     with pytest.raises(ZeroDivisionError), private.inside_ddp_forward(object()):
         raise ZeroDivisionError
     assert DistributedDataParallel._get_active_ddp_module() is None
+
+
+def test_the_active_wrapper_is_that_of_torch():
+    assert private.active_ddp_module() is None
+    with private.inside_ddp_forward(wrapper := object()):
+        assert private.active_ddp_module() is wrapper
 
 
 # -- process groups: of one process, over a store in its memory
@@ -292,6 +309,13 @@ def test_a_created_group_works_like_one_of_new_group():
     finally:
         dist.destroy_process_group(group)
     assert not private.is_registered(group)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_the_store_of_the_default_group_counts_by_key():
+    assert [private.count_in_store(key) for key in ("one", "one", "other", "one")] == [1, 2, 1, 3]
+    _, store = dist.distributed_c10d._world.pg_map[private.default_group()]
+    assert store.add("one", 1) == 4
 
 
 @pytest.mark.usefixtures("_process_group")
