@@ -80,7 +80,9 @@ class UnevenInputs:
         hook = self._hook
         assert hook is not None
         self.pay_debt()
-        self._settle_others()
+        for other in list(_all):
+            if other is not self:
+                other.make_way()
         work = Join.notify_join_context(joinable)
         told = self._announce(hook, active=True, synchronises=synchronises, trains=trains)
         if work is not None:
@@ -98,21 +100,26 @@ class UnevenInputs:
         if self._reducer.joining and self._reducer.owes_window:
             self._reducer.take_part(joined=False)
 
-    def _settle_others(self) -> None:
-        """Joined ranks are still in the windows that other wrappers owe: they would not hear of this forward."""
-        for other in [one for one in _all if one is not self and one._reducer.joining and one._reducer.owes_window]:
-            if not len(other._reducer.forwards):  # its output was dropped
-                other.pay_debt()
-                continue
-            with contextlib.suppress(PeerError):
-                other._reducer.take_part(joined=False, failed=True)
-            raise UsageError(
-                f"{self._reducer.where} inside a join context that several wrappers share, the forward of one began "
-                "before another had its backward.\n"
-                "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
-                "which Join was given them.\n"
-                "Fix: call each wrapper's forward and backward in turn, or wrap one module that holds all of them."
-            )
+    def make_way(self) -> None:
+        """The forward of another wrapper in the context begins. Joined ranks still wait for the window owed here.
+
+        Raises:
+            UsageError: its backward may still come; an error on every rank.
+        """
+        if not self._reducer.joining or not self._reducer.owes_window:
+            return
+        if not len(self._reducer.forwards):  # its output was dropped
+            self.pay_debt()
+            return
+        with contextlib.suppress(PeerError):
+            self._reducer.take_part(joined=False, failed=True)
+        raise UsageError(
+            f"{self._reducer.where} inside a join context that several wrappers share, the forward of one began "
+            "before another had its backward.\n"
+            "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
+            "which Join was given them.\n"
+            "Fix: call each wrapper's forward and backward in turn, or wrap one module that holds all of them."
+        )
 
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
