@@ -82,7 +82,9 @@ class UnevenInputs:
         hook = self._hook
         assert hook is not None
         self.pay_debt()
-        self._settle_others()
+        for other in list(_all):
+            if other is not self:
+                other.make_way()
         work = Join.notify_join_context(joinable)
         told = self._announce(hook, active=True, synchronises=synchronises, trains=trains)
         if work is not None:
@@ -100,21 +102,26 @@ class UnevenInputs:
         if self.reducer.joining and self.reducer.owes_window:
             self.reducer.take_part(joined=False)
 
-    def _settle_others(self) -> None:
-        """Joined ranks are still in the windows that other wrappers owe: they would not hear of this forward."""
-        for other in [one for one in _all if one is not self and one.reducer.joining and one.reducer.owes_window]:
-            if not len(other.reducer.forwards):  # its output was dropped
-                other.pay_debt()
-                continue
-            with contextlib.suppress(PeerError):
-                other.reducer.take_part(joined=False, failed=True)
-            raise UsageError(
-                f"{self.reducer.where} inside a join context that several wrappers share, the forward of one began "
-                "before another had its backward.\n"
-                "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
-                "which Join was given them.\n"
-                "Fix: call each wrapper's forward and backward in turn, or wrap one module that holds all of them."
-            )
+    def make_way(self) -> None:
+        """The forward of another wrapper in the context begins. Joined ranks still wait for the window owed here.
+
+        Raises:
+            UsageError: its backward may still come; an error on every rank.
+        """
+        if not self.reducer.joining or not self.reducer.owes_window:
+            return
+        if not len(self.reducer.forwards):  # its output was dropped
+            self.pay_debt()
+            return
+        with contextlib.suppress(PeerError):
+            self.reducer.take_part(joined=False, failed=True)
+        raise UsageError(
+            f"{self.reducer.where} inside a join context that several wrappers share, the forward of one began "
+            "before another had its backward.\n"
+            "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
+            "which Join was given them.\n"
+            "Fix: call each wrapper's forward and backward in turn, or wrap one module that holds all of them."
+        )
 
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
@@ -133,6 +140,7 @@ class UnevenInputs:
                 self.reducer.take_part(joined=True)
         except BaseException:
             self._put_back()
+            self.reducer.joining = False
             raise
 
     def _put_back(self) -> None:
