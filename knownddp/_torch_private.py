@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
@@ -229,3 +230,13 @@ def remove_in_backward_hooks(param: torch.Tensor) -> None:
 
     for handle in param_to_optim_hook_handle_map.get(param, []):  # type: ignore[no-untyped-call]
         handle.remove()
+
+
+def rnn_weights(rnn: nn.RNNBase) -> tuple[object, object]:
+    """The list in which an RNN holds its weights once more, and what tells it that they became other tensors."""
+    return rnn._flat_weights, rnn._flat_weight_refs
+
+
+def set_rnn_weights(rnn: nn.RNNBase, lists: tuple[object, object]) -> None:
+    """Put back what ``rnn_weights`` returned. An RNN that finds other tensors in its parameters makes new lists."""
+    rnn._flat_weights, rnn._flat_weight_refs = lists  # type: ignore[assignment]

@@ -118,7 +118,7 @@ class BufferSync:
         self._module = module
         self._ignored = ignored
         self._comm = comm
-        self._exchanged = False
+        self.has_exchanged = False  # in this window
         self._futures: list[Any] = []
         self._sending: list[tuple[Work, Tensor]] = []  # rank 0 does not wait; the tensors must live that long
 
@@ -129,7 +129,7 @@ class BufferSync:
     @property
     def is_due(self) -> bool:
         """Whether this window has yet to exchange buffers."""
-        return self.enabled and self.hook is None and not self._exchanged
+        return self.enabled and self.hook is None and not self.has_exchanged
 
     def at(self, location: BufferHookLocation) -> None:
         """A synchronising training forward outside of a backward begins or ends."""
@@ -146,7 +146,7 @@ class BufferSync:
         """Exchange buffers unless this window has done so. ``apply=False``: take part, but drop what arrives."""
         if not self.is_due:
             return
-        self._exchanged = True
+        self.has_exchanged = True
         for chunk in _chunks(self.current().values()):
             packed = _pack(chunk)
             work = self._comm.broadcast(packed, source=self.source)
@@ -161,7 +161,7 @@ class BufferSync:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
-        self._exchanged = False
+        self.has_exchanged = False
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()

@@ -44,7 +44,7 @@ class Closing:
     find_unused: bool
     hook: CommHook | None
     touched_locally: set[int]  # by unsynchronised backwards, since the last window
-    last_error: str
+    last_error: str  # for logging data
     _warned_of_dispute = False
 
     @property
@@ -123,16 +123,21 @@ class Closing:
         yield work
         gradients.wait()
         closing = protocol.closed(message.numpy().tobytes())
-        if closing.fault is not None and closing.fault is not Fault.TRUST:
-            error = yield from self._error_of(window, closing.fault, (), failed)
+        fault = closing.fault if closing.fault is not Fault.TRUST else None
+        if closing.late_plan is not None:
+            own_error = yield from gradients.late_round(closing.late_plan, self.planner.generation)
+            failed = own_error is not None
+            any_failed = torch.tensor([int(failed)])
+            yield self.comm.combine_max(any_failed)
+            fault = Fault.FAILED if any_failed.item() else None
+        if fault is not None:
+            error = yield from self._error_of(window, fault, (), failed)
             try:
                 raise own_error or error
             finally:
                 del own_error, error  # else a cycle through the traceback keeps the model alive
         gradients.hand_back(closing.touched, closing.late)
-        if closing.late_plan is not None:
-            yield from gradients.late_round(closing.late_plan, self.planner.generation)
-        elif closing.fault is Fault.TRUST:
+        if closing.fault is Fault.TRUST:
             gradients.keep_late_ones_local(closing.late)
         if closing.order_due:
             order = torch.tensor(protocol.order_message(), dtype=torch.int64)

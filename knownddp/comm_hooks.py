@@ -66,7 +66,16 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the buffer by one of the same number of elements, of any dtype."""
+        """Replace the buffer by one of the same number of elements, of any dtype.
+
+        Raises:
+            CommHookError: it has another number of elements, or gaps.
+        """
+        if buffer.numel() != self._buffer.numel() or (not buffer.is_sparse and not buffer.is_contiguous()):
+            raise CommHookError(
+                f"set_buffer takes a contiguous tensor of {self._buffer.numel()} elements, got one of "
+                f"{list(buffer.shape)} with strides {list(buffer.stride()) if not buffer.is_sparse else 'none'}."
+            )
         self._buffer = buffer
 
 
@@ -97,15 +106,24 @@ class HookedWork:
                 f"the communication hook {self._name} must return a future of one tensor, got one of "
                 f"{type(result).__name__}.\nFix: end it with .then(lambda future: future.value()[0]) or the like."
             )
-        if self._flat.is_sparse:
-            self._means = [result]
-            return
+        if self._flat.is_complex() and not result.is_complex() and result.shape[-1:] == (2,):
+            result = torch.view_as_complex(result.contiguous())  # as the future of an all-reduce holds it
         if result.numel() != self._flat.numel():
             raise CommHookError(
                 f"the communication hook {self._name} returned {result.numel()} elements for a bucket of "
                 f"{self._flat.numel()}."
             )
-        self._means = sliced(result.detach().reshape(-1).to(self._flat.device), self._specs)
+        result = result.detach()
+        if self._flat.is_sparse:
+            self._means = [result if result is self._flat else result.clone()]
+        else:
+            self._means = sliced(self._as_own(result), self._specs)
+
+    def _as_own(self, result: Tensor) -> Tensor:
+        """``result`` as a contiguous 1-D tensor that nobody else writes to: a hook may go on using its own."""
+        if result.is_set_to(self._flat) and not result.is_conj():
+            return result
+        return torch.empty_like(self._flat, dtype=result.dtype).copy_(result.reshape(-1))
 
     def is_completed(self) -> bool:
         return bool(self._future.done())
@@ -193,10 +211,14 @@ def name_of(hook: object) -> str:
 def builtin_hook(comm: Collectives, kind: object) -> CommHook:
     """The mean, on the wrapper's own groups: in full, or rounded to float16 on the wire.
 
+    Raises:
+        CommHookTypeError: there is no such hook.
     Source: torch/csrc/distributed/c10d/default_comm_hooks.cpp.
     """
-    hook = _allreduce if kind == private.BuiltinHook.ALLREDUCE else _fp16_compress
-    return CommHook(comm, hook, name=str(kind), is_own=True)
+    known = {private.BuiltinHook.ALLREDUCE: _allreduce, private.BuiltinHook.FP16_COMPRESS: _fp16_compress}
+    if kind not in known:
+        raise CommHookTypeError(f"a built-in communication hook is one of dist.BuiltinCommHookType, got {kind!r}.")
+    return CommHook(comm, known[kind], name=str(kind), is_own=True)
 
 
 def _allreduce(comm: Collectives, bucket: GradBucket) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,27 +13,20 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
-from .agreement import agree, fix_strides, report_on, tell, warn_of_moved
-from .buffers import BufferHookLocation, BufferSync, broadcast_from, check_writable, named_buffers
-from .comm import Collectives, destroy_retired
-from .errors import DeclarationError, ModelError, PeerError, UsageError
+from .agreement import tell, warn_of_moved
+from .buffers import BufferHookLocation, check_writable, named_buffers
+from .comm import Collectives
+from .errors import DeclarationError, UsageError
 from .forwards import ForwardRecord
-from .interface import StockInterface
-from .join import UnevenInputs
-from .logging_data import LoggingData, describe
+from .lifecycle import LifeCycle
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
 from .outputs import to_device
-from .params import NOTHING, ManagedParams, Unused
-from .reducer import Reducer
+from .params import ManagedParams, Unused
+from .precision import cast_buffers
 from .stats import ReducerStatistics
 
-# Made anew for a copy. Communication hooks do not come with it, as in DistributedDataParallel.
-_NOT_COPIED = (
-    *("process_group", "reducer", "_comm", "_comm_hooks", "_params", "_buffer_sync", "_uneven", "_logging", "_release"),
-)
 
-
-class KnownDDP(StockInterface):
+class KnownDDP(LifeCycle):
     """Data parallelism over a process group, told before each forward which parameters it will not use.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``: after ``backward()`` every rank holds the mean over
@@ -72,7 +64,9 @@ class KnownDDP(StockInterface):
             declared nor searched for; a graph that changes on any rank raises on every rank.
         delay_all_reduce_named_params: pairs of name and parameter that are reduced only when a backward is over, after
             all others. Goes with ``param_to_hook_all_reduce``, which is accepted for DistributedDataParallel's sake.
-        mixed_precision: see ``precision``.
+        mixed_precision: torch's ``_MixedPrecision``, or anything with its attributes ``param_dtype`` (of parameters and
+            inputs while the module runs), ``reduce_dtype`` (in which gradients travel; default ``param_dtype``) and
+            ``buffer_dtype`` (of buffers, from now on). Parameters, their gradients and ``state_dict`` keep their dtype.
         device_mesh: a one-dimensional mesh, instead of ``process_group``.
         bucket_cap_mb_list: sizes of the first, second, ... bucket in MiB; the last one repeats.
         check_reduction, skip_all_reduce_unused_params, batched_grad_copy: accepted; unused parameters are never
@@ -126,6 +120,7 @@ class KnownDDP(StockInterface):
                 check_reduction=check_reduction,
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
+                mixed_precision=mixed_precision,
                 reduce_dtype=reduce_dtype,
                 unused_agreement=unused_agreement,
                 own_group=own_group,
@@ -160,78 +155,11 @@ class KnownDDP(StockInterface):
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()
         moved = self._agree(comm, params) if init_sync else []
+        precision = self._options.precision
+        if precision is not None and precision.buffer_dtype is not None:
+            cast_buffers(module, params.ignored, precision.buffer_dtype)
         self._attach(comm, params, synchronises_buffers=self._options.forward_sync_buffers)
         warn_of_moved(moved, self.reducer.where)
-
-    def _describe_places(self, params: ManagedParams) -> None:
-        """Where the module is, in DistributedDataParallel's attributes."""
-        places = {p.device for p in params.live if p is not None} or {torch.device("cpu")}
-        device = self._options.device
-        self.device = next(iter(places))
-        self.device_type = self.device.type
-        self.is_multi_device_module = len(places) > 1
-        self.device_ids = [device.index] if device is not None else None
-        self.output_device = device.index if device is not None else None
-
-    def _agree(self, comm: Collectives, params: ManagedParams) -> list[str]:
-        """Make sure that all ranks hold one model, and start from rank 0's. Returns whose strides were changed."""
-        buffers = named_buffers(self.module, params.ignored) if self._options.init_sync_buffers else {}
-        try:
-            first = agree(comm, report_on(params, buffers, self._options.shared()))
-        except PeerError:  # on every rank
-            comm.retire()
-            raise
-        destroy_retired()
-        self._agreed_strides = first.strides
-        moved = fix_strides(params, first.strides)
-        broadcast_from(comm, 0, [*(p for p in params.live if p is not None), *buffers.values()])
-        return moved
-
-    def _attach(self, comm: Collectives, params: ManagedParams, *, synchronises_buffers: bool) -> None:
-        """Set up what is not copied with a wrapper: hooks, reducer, groups."""
-        options = self._options
-        if len(self._agreed_strides) == len(params):
-            params.set_canonical(self._agreed_strides)
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            if name in params.ignored:
-                param._ddp_ignored = True  # type: ignore[attr-defined]  # torch.compile's DDP optimizer reads it
-        self.parameters_to_ignore = {*params.ignored, *options.delayed}
-        self._comm = comm
-        self._params = params
-        self._buffer_sync = BufferSync(self.module, params.ignored, comm, enabled=synchronises_buffers)
-        self._comm_hooks = []
-        self.reducer = Reducer(
-            params,
-            comm,
-            self._buffer_sync,
-            limits=options.cap_bytes,
-            agreement=options.agreement,
-            find_unused=options.find_unused_parameters,
-            static_graph=self.static_graph,
-            delayed=params.resolve(options.delayed),
-        )
-        self._uneven = UnevenInputs(self.reducer, comm, params, self._buffer_sync)
-        self._logging = LoggingData(self._constants())
-        self._declared_around: frozenset[int] = NOTHING
-        self._release = weakref.finalize(self, _release, self.reducer, comm)
-        self._release.atexit = False
-
-    def _constants(self) -> dict[str, Any]:
-        """What logging data say of the construction."""
-        return describe(
-            self.module,
-            world_size=self._comm.world_size,
-            rank=self._comm.rank,
-            backend_name=self._comm.backend,
-            device_ids=", ".join(map(str, self.device_ids or ())),
-            output_device=-1 if self.output_device is None else self.output_device,
-            broadcast_buffers=int(self.forward_sync_buffers),
-            bucket_cap_bytes=self.bucket_bytes_cap,
-            find_unused_parameters=int(self.find_unused_parameters),
-            gradient_as_bucket_view=int(self.gradient_as_bucket_view),
-            static_graph=int(self.static_graph),
-            is_multi_device_module=int(self.is_multi_device_module),
-        )
 
     # -- forward
 
@@ -251,7 +179,10 @@ class KnownDDP(StockInterface):
             args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
         try:
             with private.inside_ddp_forward(self):
-                output = self.module(*args, **kwargs)
+                if self._low_precision is None:
+                    output = self.module(*args, **kwargs)
+                else:
+                    output = self._low_precision.run(self.module, args, kwargs)
         except BaseException:
             self._forward_failed(record)
             raise
@@ -266,11 +197,13 @@ class KnownDDP(StockInterface):
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if torch.is_grad_enabled() and private.current_graph_task() == private.NO_GRAPH_TASK:
             trains = self.module.training
+            joins = self._uneven.is_on(self)
             if synchronises:
-                self.reducer.check_finished(judges=trains)
+                self.reducer.check_finished(judges=trains and not joins)
                 self._logging.forward_begins(self.reducer.times)
-            joins = self._uneven.forward_begins(self, synchronises=synchronises, trains=trains)
-            if synchronises and trains and not joins:
+            if joins:
+                self._uneven.forward_begins(self, synchronises=synchronises, trains=trains)
+            elif synchronises and trains:
                 self._buffer_sync.at(BufferHookLocation.PRE_FORWARD)
         return self.reducer.forward_begins(declared, synchronises=synchronises)
 
@@ -337,59 +270,6 @@ class KnownDDP(StockInterface):
     def stats(self) -> ReducerStatistics:
         """What the reducer has done so far on this rank."""
         return self.reducer.statistics()
-
-    # -- life cycle
-
-    def _remove_autograd_hooks(self) -> None:
-        """From now on this wrapper communicates no more, and its module may be wrapped again."""
-        self.reducer.remove_hooks()
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Average over other ranks from now on: fewer, more, or the same after their group was made anew.
-
-        Communicates nothing until the next backward, so all members must hold equal models, and the same gradients or
-        none; where models may differ, wrap again. What ``no_sync`` accumulated is averaged over the new ranks. On a
-        rank that is not a member the wrapper stays as it is.
-        """
-        if not isinstance(new_process_group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
-            return
-        old, buffer_hook, comm_hooks = self.reducer, self._buffer_sync.hook, self._comm_hooks
-        synchronises_buffers = self.forward_sync_buffers
-        self._release.detach()
-        old.give_up()
-        self._comm.move_to(new_process_group)
-        self.process_group = new_process_group
-        self._attach(self._comm, self._params, synchronises_buffers=synchronises_buffers)
-        self._buffer_sync.hook, self._comm_hooks = buffer_hook, comm_hooks
-        self.reducer.take_over(old)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not private.default_group():
-            raise ModelError(
-                f"{self.reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
-                "process group: a copy could not tell which group to use.\n"
-                "Fix: copy or save model.module, or its state_dict()."
-            )
-        state = self.__dict__.copy()
-        for name in _NOT_COPIED:
-            state.pop(name, None)
-        return {**state, "forward_sync_buffers": self.forward_sync_buffers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        synchronises_buffers = state.pop("forward_sync_buffers")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = private.default_group()
-        self.require_backward_grad_sync = True
-        # No collective: copies are made on one rank alone, for an average of weights, say.
-        comm = Collectives(self.process_group, own_group=self._options.own_group)
-        params = ManagedParams(self.module, self._options.reduce_dtype)
-        self._attach(comm, params, synchronises_buffers=synchronises_buffers)
-
-
-def _release(reducer: Reducer, comm: Collectives) -> None:
-    """The wrapper is gone: its hooks go, and its groups when that is safe."""
-    reducer.remove_hooks()
-    comm.retire()
 
 
 DistributedDataParallel.register(KnownDDP)

@@ -76,6 +76,7 @@ class GradientExchange:
         self._terms = terms
         self._stood_before = stood_before
         self._flights: list[Flight] = []
+        self._late_flights: list[Flight] = []
         self._has_travelled = bytearray(len(params))  # what was held back is on its way
         self._has_fired = bytearray(len(params))
         self._late_means: dict[int, Tensor] = {}
@@ -170,7 +171,7 @@ class GradientExchange:
             try:
                 for bucket in plan.buckets[len(self._flights) :]:
                     self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
-            except BaseException as raised:  # KeyboardInterrupt too: peers wait
+            except BaseException as raised:  # also an interrupt: peers hear of it before it goes on
                 error = raised
         if failed or error is not None:
             self._launch_empty(plan, generation)
@@ -222,7 +223,7 @@ class GradientExchange:
             for flight in self._flights:
                 try:
                     yield flight.work
-                except BaseException as raised:
+                except Exception as raised:
                     error, flight.work = raised, DONE
         try:
             return error
@@ -231,7 +232,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def hand_back(self, touched: bytes, late: Collection[int]) -> None:
-        """Means to what any rank touched, what stood there before to the rest. Late ones wait for the late round."""
+        """Means to what any rank touched, what stood there before to the rest."""
         with private.profiled("knownddp::unpack"):
             self._hand_back(touched, set(late))
 
@@ -248,18 +249,27 @@ class GradientExchange:
         for i, before in enumerate(self.held_back):
             if before is not None and not self._has_travelled[i] and i not in late:
                 self._set(i, before)
-
-    @torch.no_grad()
-    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, None]:
-        """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for."""
-        self._counters.late_rounds += 1
-        for bucket in plan.buckets:
-            self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
-        for flight in self._flights:
-            yield flight.work
+        for flight in self._late_flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 earlier = self._late_means.get(i)
                 self._set_mean(i, mean if earlier is None else earlier + mean)
+
+    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:
+        """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
+
+        Returns what went wrong here, or None. ``hand_back`` follows.
+        """
+        self._counters.late_rounds += 1
+        on_time, self._flights = self._flights, []
+        error = self.launch_rest(plan, failed=False, generation=generation)
+        error = (yield from self.wait_for_hook()) or error
+        for flight in self._flights:
+            yield flight.work
+        self._late_flights, self._flights = self._flights, on_time
+        try:
+            return error
+        finally:
+            del error  # as in ``launch_rest``
 
     @torch.no_grad()
     def keep_late_ones_local(self, late: Collection[int]) -> None:

@@ -140,7 +140,10 @@ def unfinished_message(
         "Fix: declare them, forward(..., unused_parameters=[...]); or enable detection by passing the keyword argument "
         "`find_unused_parameters=True` to KnownDDP; or make sure that all `forward` function outputs participate in "
         "calculating loss.\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, stock_indices))}"
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names[i] for i in missing)}\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, stock_indices))}\n"
+        "(Names are always shown: you need not set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+        "DETAIL.)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from . import _torch_private as private
-from .buffers import CHUNK_BYTES, BufferHook, BufferHookLocation, BufferSync
+from .buffers import CHUNK_BYTES, BufferHook, BufferHookLocation, BufferSync, broadcast_from
 from .comm import Collectives
 from .comm_hooks import CommHook, builtin_hook, check_hook, name_of
 from .errors import ArgumentError, CommHookError, CommHookTypeError, ModelError
@@ -74,6 +75,12 @@ class StockInterface(nn.Module, Joinable):
         """Whether a synchronising training forward would synchronise any buffer."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Overwrite ``bufs`` (default: all buffers) with those of a rank; for buffer hooks."""
+        broadcast_from(self._comm, authoritative_rank, self.modules_buffers if bufs is None else bufs)
+
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = BufferHookLocation.POST_FORWARD
     ) -> None:
@@ -100,8 +107,9 @@ class StockInterface(nn.Module, Joinable):
             CommHookError: not callable, or the second hook of this wrapper.
             ArgumentError: annotated as taking or returning something else.
         """
-        check_hook(hook)
-        self._set_hook(CommHook(state, hook, name=name_of(hook)))
+        with self._logging_errors():
+            check_hook(hook)
+            self._set_hook(CommHook(state, hook, name=name_of(hook)))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -175,8 +183,9 @@ class StockInterface(nn.Module, Joinable):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        if self.reducer.forwards_begun:
-            raise ModelError("_set_static_graph should be called before training loop starts.")
+        with self._logging_errors():
+            if self.reducer.forwards_begun:
+                raise ModelError("_set_static_graph should be called before training loop starts.")
         if self.find_unused_parameters:
             warnings.warn(STATIC_FINDS, stacklevel=2)
         self.static_graph = True
@@ -198,6 +207,15 @@ class StockInterface(nn.Module, Joinable):
         return (to_device(inputs, device),), (to_device(kwargs, device),)
 
     # -- insight
+
+    @contextmanager
+    def _logging_errors(self) -> Iterator[None]:
+        """What is raised inside shows in the logging data."""
+        try:
+            yield
+        except Exception as error:
+            self.reducer.last_error = str(error)
+            raise
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DistributedDataParallel logs under the same names, as far as it has a meaning here."""

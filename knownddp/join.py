@@ -3,46 +3,55 @@
 [Note: joined ranks] Torch's ``Join`` tells ranks in every forward whether others still run. On top of that every rank,
 joined or not, announces what the forward is going to do, so that a joined rank can do the same: exchange buffers, and
 take part in one window, in which it contributes zeros and has no say. It learns the agreed set from OPEN like everyone,
-and receives the means, so that an optimizer which joins too can step. So each synchronising forward owes exactly one
-window; if its output was dropped, the next forward pays.
+and has the means in ``.grad`` until all have joined, so that an optimizer which joins too can step. So each
+synchronising forward owes exactly one window; if its output was dropped, the next forward pays.
+
+Several wrappers may share a context. ``Join`` has a joined rank shadow them one after the other, each to the end of its
+window; so ranks with inputs must run them in that order, too, each to the end of its backward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .buffers import BufferHookLocation, BufferSync, broadcast_from
 from .comm import Collectives
-from .errors import RanksDifferError
+from .errors import PeerError, RanksDifferError, UsageError
 from .params import ManagedParams
 from .reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What all ranks are about to do: whether a window follows, whether buffers are exchanged, who still has inputs."""
+    """What some rank is about to do, so that all have to: begin a window, in training mode or not."""
 
     synchronises: bool
-    exchanges_buffers: bool
-    active: list[int]
+    trains: bool
+
+
+_all: weakref.WeakSet[UnevenInputs] = weakref.WeakSet()
 
 
 class UnevenInputs:
     """One wrapper's part in join contexts."""
 
     def __init__(self, reducer: Reducer, comm: Collectives, params: ManagedParams, buffers: BufferSync) -> None:
-        self._reducer = reducer
+        self.reducer = reducer
         self._comm = comm
         self._params = params
         self._buffers = buffers
         self._context: weakref.ref[KnownJoinHook] | None = None
+        self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []  # what stood in .grad when this rank joined
         self.was_used = False
+        _all.add(self)
 
     def enter(self, hook: KnownJoinHook) -> None:
         """A join context was made. It is over when the context, which alone holds ``hook``, is gone."""
@@ -53,75 +62,126 @@ class UnevenInputs:
     def _hook(self) -> KnownJoinHook | None:
         return self._context() if self._context is not None else None
 
-    def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> bool:
-        """A forward with gradients, outside of a backward, on a rank that has inputs.
+    def is_on(self, joinable: Joinable) -> bool:
+        """Whether a forward that begins now does so in a join context."""
+        self.reducer.joining = self._hook is not None and joinable._join_config.enable
+        if not self.reducer.joining:
+            self.reducer.divisor = self._comm.world_size
+            self._buffers.source = 0
+        return self.reducer.joining
 
-        Returns whether a join context is active; buffers are dealt with then.
+    def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> None:
+        """A forward with gradients, outside of a backward and in a join context, on a rank that has inputs.
 
         Raises:
             RuntimeError: another rank has run out of inputs and ``throw_on_early_termination`` was asked for.
             RanksDifferError: some ranks run this forward under ``no_sync`` and others do not; on every rank.
+            UnfinishedBackwardError: parameters were promised and no rank touched them; on every rank.
+            UsageError: another wrapper of the context has yet to have its backward; an error on every rank.
         """
         hook = self._hook
-        reducer = self._reducer
-        reducer.joining = hook is not None and joinable._join_config.enable
-        if hook is None or not reducer.joining:
-            reducer.divisor = self._comm.world_size
-            self._buffers.source = 0
-            return False
+        assert hook is not None
         self.pay_debt()
+        for other in list(_all):
+            if other is not self:
+                other.make_way()
         work = Join.notify_join_context(joinable)
-        exchanges = synchronises and trains and self._buffers.is_due
-        told = self._announce(hook, active=True, synchronises=synchronises, exchanges_buffers=exchanges)
+        told = self._announce(hook, active=True, synchronises=synchronises, trains=trains)
         if work is not None:
             work.wait()
-        if told.exchanges_buffers:
-            self._buffers.exchange(apply=trains)
-        elif synchronises and trains:
+        if told.trains:
+            self.reducer.judge()
+        if synchronises and trains:
             self._buffers.at(BufferHookLocation.PRE_FORWARD)
-        reducer.owes_window = synchronises
-        return True
+        elif told.trains:
+            self._buffers.exchange(apply=False)
+        self.reducer.owes_window = synchronises
 
     def pay_debt(self) -> None:
         """The last synchronising forward had no backward, but joined ranks take part in one: give it to them."""
-        if self._reducer.joining and self._reducer.owes_window:
-            self._reducer.take_part(joined=False)
+        if self.reducer.joining and self.reducer.owes_window:
+            self.reducer.take_part(joined=False)
+
+    def make_way(self) -> None:
+        """The forward of another wrapper in the context begins. Joined ranks still wait for the window owed here.
+
+        Raises:
+            UsageError: its backward may still come; an error on every rank.
+        """
+        if not self.reducer.joining or not self.reducer.owes_window:
+            return
+        if not len(self.reducer.forwards):  # its output was dropped
+            self.pay_debt()
+            return
+        with contextlib.suppress(PeerError):
+            self.reducer.take_part(joined=False, failed=True)
+        raise UsageError(
+            f"{self.reducer.where} inside a join context that several wrappers share, the forward of one began "
+            "before another had its backward.\n"
+            "Why: ranks without inputs take part in what the wrappers do one after the other, in the order in "
+            "which Join was given them.\n"
+            "Fix: call each wrapper's forward and backward in turn, or wrap one module that holds all of them."
+        )
 
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
-        self._reducer.joining = True
-        told = self._announce(hook, active=False)
-        if told.exchanges_buffers:
-            self._buffers.exchange(apply=True)
-        if told.synchronises:
-            self._reducer.take_part(joined=True)
+        self.reducer.joining = True
+        if not self._set_aside:
+            self._set_aside = [(p, p.grad) for p in self._params.live if p is not None]
+            for param, _ in self._set_aside:
+                param.grad = None
+        try:
+            told = self._announce(hook, active=False)
+            if told.trains:
+                self.reducer.judge()
+                for location in BufferHookLocation:  # a hook runs at one of them
+                    self._buffers.at(location)
+            if told.synchronises:
+                self.reducer.take_part(joined=True)
+        except BaseException:
+            self._put_back()
+            self.reducer.joining = False
+            raise
+
+    def _put_back(self) -> None:
+        """``.grad`` is as it was when this rank joined."""
+        for param, grad in self._set_aside:
+            param.grad = grad
+        self._set_aside.clear()
 
     def _announce(
-        self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, exchanges_buffers: bool = False
+        self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, trains: bool = False
     ) -> Announcement:
-        mine = [active and synchronises, active and not synchronises, exchanges_buffers]
+        mine = [
+            active and synchronises,
+            active and not synchronises,
+            synchronises and trains,
+            self._buffers.has_exchanged,
+        ]
         message = torch.tensor([*map(int, mine), *(0 for _ in range(self._comm.world_size))])
         message[len(mine) + self._comm.rank] = int(active)
         self._comm.combine_max(message).wait()
-        does, does_not, exchanges, *flags = map(bool, message.tolist())
+        does, does_not, trains, has_exchanged, *flags = map(bool, message.tolist())
         still_active = [rank for rank, flag in enumerate(flags) if flag]
         if does and does_not:
             raise RanksDifferError(
-                f"{self._reducer.where} inside join() some ranks run this forward under no_sync() and others do not.\n"
+                f"{self.reducer.where} inside join() some ranks run this forward under no_sync() and others do not.\n"
                 "Fix: use no_sync() in the same iterations on every rank."
             )
-        self._buffers.source = max(still_active)
-        self._reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
-        return Announcement(does, exchanges, still_active)
+        # Where a rank exchanged before the context began, others are still to answer, to rank 0.
+        self._buffers.source = 0 if has_exchanged else max(still_active)
+        self.reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
+        return Announcement(does, trains)
 
     def finish(self, *, is_last_joiner: bool) -> int:
         """All ranks have joined: take over the model of the highest one that was among the last. Returns that rank."""
+        self._put_back()
         candidate = torch.tensor([self._comm.rank if is_last_joiner else -1])
         self._comm.combine_max(candidate).wait()
         source = int(candidate)
         buffers = self._buffers.current().values() if self._buffers.enabled else ()
         broadcast_from(self._comm, source, [*(p for p in self._params.live if p is not None), *buffers])
-        self._reducer.joining, self._context = False, None
+        self.reducer.joining, self._context = False, None
         return source
 
 

@@ -56,6 +56,8 @@ class LoggingData:
         """Everything, in one dictionary."""
         params, plan = reducer.params, reducer.protocol.plan
         trainable = [p for p in params.live if p is not None and p.requires_grad]
+        if not plan.buckets:  # no backward yet
+            plan = reducer.planner.plan(bytes(params.trainable))
         sizes = ", ".join(str(sum(params.specs[i].nbytes for i in bucket.param_indices)) for bucket in plan.buckets)
         data = {
             **self._constant,
@@ -67,8 +69,10 @@ class LoggingData:
             "comm_hook": reducer.hook_name,
             "has_sync_bn": any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()),
             "join_uneven_inputs": joins,
+            "static_graph": int(reducer.history.is_promised),
             "can_set_static_graph": reducer.history.is_static,
-            "has_rebuilt_buckets": int(reducer.planner.has_learnt),
+            # With detection every set has buckets of its own.
+            "has_rebuilt_buckets": int(reducer.planner.has_learnt and not reducer.find_unused),
             "num_buckets_reduced": len(plan.buckets),
             "unused_parameter_size": sum(
                 s.nbytes for i, s in enumerate(params.specs) if params.trainable[i] and not reducer.protocol.agreed[i]
@@ -85,7 +89,7 @@ class LoggingData:
             data["prev_iteration_grad_ready_order_indices"] = _listed(params.stock_indices(ready), ", ")
         if reducer.last_error:
             data |= {"has_error": 1, "error": reducer.last_error}
-        return {name: value for name, value in data.items() if value != "" or name in ("device_ids", "comm_hook")}
+        return {name: value for name, value in data.items() if value != "" or name == "device_ids"}
 
 
 def _listed(indices: Iterable[int], separator: str) -> str:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
 from .errors import ArgumentError, MeshError
+from .precision import Precision, choose_precision
 from .protocol import Agreement
 
 MIB = 2**20
@@ -39,6 +41,7 @@ class Options:
     find_unused_parameters: bool
     static_graph: bool
     delayed: tuple[str, ...]  # names of parameters that are launched only when the backward is over
+    precision: Precision | None  # in which the module computes; None: in that of its parameters
     reduce_dtype: torch.dtype | None  # what real floating-point gradients travel in; None: their own dtype
     agreement: Agreement
     own_group: bool
@@ -52,6 +55,7 @@ class Options:
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "delay_all_reduce_named_params": self.delayed,
+            "mixed_precision": self.precision,
             "reduce_dtype": str(self.reduce_dtype),
             "unused_agreement": self.agreement.value,
             "own_group": self.own_group,
@@ -70,6 +74,7 @@ def gather_options(
     check_reduction: bool,
     delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None,
     param_to_hook_all_reduce: torch.nn.Parameter | None,
+    mixed_precision: object,
     reduce_dtype: torch.dtype | None,
     unused_agreement: str,
     own_group: bool,
@@ -90,6 +95,9 @@ def gather_options(
         raise ArgumentError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
         )
+    precision = choose_precision(mixed_precision)
+    if reduce_dtype is None and precision is not None:
+        reduce_dtype = precision.reduce_dtype
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise ArgumentError(f"reduce_dtype must be a real floating-point dtype, got {reduce_dtype}")
     try:
@@ -107,6 +115,7 @@ def gather_options(
         static_graph=static_graph,
         delayed=tuple(name for name, _ in delay_all_reduce_named_params or ()),
         reduce_dtype=reduce_dtype,
+        precision=precision,
         agreement=agreement,
         own_group=own_group,
     )
@@ -207,6 +216,8 @@ def refuse_own_unused_argument(module: nn.Module) -> None:
     Raises:
         ArgumentError: with the way out.
     """
+    if isinstance(module, DistributedDataParallel):
+        return  # a wrapper in a wrapper: the outer one has nothing to reduce, and nothing to declare
     try:
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # a forward without a readable signature

@@ -1,13 +1,15 @@
-"""Finding the tensors in what a module returns, and moving what it is given."""
+"""Finding the tensors in what a module returns, and converting those in what it is given."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,15 +68,39 @@ def _contents(value: Any) -> list[Any] | None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """``value`` with every tensor in it on ``device``; structure and types stay, other objects pass by reference."""
+    return _convert(value, lambda tensor: tensor.to(device, non_blocking=True), into_dataclasses=False)
+
+
+def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Like ``to_device``, for a floating-point ``dtype``: tensors of integers and complex numbers stay as they are.
+
+    Looks into dataclasses too, as DistributedDataParallel does here.
+    """
+
+    def to(tensor: Any) -> Any:
+        values = tensor if isinstance(tensor, Tensor) else tensor.data  # a packed sequence's
+        return tensor.to(dtype) if values.is_floating_point() else tensor
+
+    return _convert(value, to, into_dataclasses=True)
+
+
+def _convert(value: Any, to: Callable[[Any], Any], *, into_dataclasses: bool) -> Any:
     if isinstance(value, (Tensor, nn.utils.rnn.PackedSequence)):
-        return cast(Tensor, value).to(device, non_blocking=True)
+        return to(value)
+    convert = functools.partial(_convert, to=to, into_dataclasses=into_dataclasses)
     if isinstance(value, tuple):
-        moved = [to_device(one, device) for one in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        converted = [convert(one) for one in value]
+        return type(value)(*converted) if hasattr(value, "_fields") else type(value)(converted)
     if isinstance(value, list):
-        return type(value)(to_device(one, device) for one in value)
+        return type(value)(map(convert, value))
     if isinstance(value, dict):
-        moved_dict = copy.copy(value)  # keeps what a subclass has beside its items
-        moved_dict.update((key, to_device(one, device)) for key, one in value.items())
-        return moved_dict
+        converted_dict = copy.copy(value)  # keeps what a subclass has beside its items
+        converted_dict.update((key, convert(one)) for key, one in value.items())
+        return converted_dict
+    if into_dataclasses and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        converted_value = copy.copy(value)  # not ``replace``, which calls ``__init__`` again
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(converted_value, field.name, convert(getattr(value, field.name)))
+        return converted_value
     return value

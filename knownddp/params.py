@@ -7,6 +7,7 @@ import fnmatch
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +32,14 @@ def ignored_names(module: nn.Module) -> frozenset[str]:
     )
 
 
-def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Like ``named_modules`` with duplicates, but not into an inner data-parallel wrapper: it owns what it holds."""
     if isinstance(module, DistributedDataParallel):
         return
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _modules(child, f"{prefix}.{name}" if prefix else name)
+            yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
 class ManagedParams:
@@ -57,12 +58,17 @@ class ManagedParams:
         self._reduce_dtype = reduce_dtype
         places: dict[int, list[str]] = {}  # id(parameter) -> qualified names; more than one if it is tied
         self._homes: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        # Every place where a managed parameter stands: its module's dict, the name there, and the parameter's index.
+        self.places: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
+        # By id: what stands in for a parameter while a module runs in low precision, with that parameter.
+        self.masters: dict[int, Tensor] = {}
         self.names: list[str] = []
         self.live: list[nn.Parameter | None] = []
+        indices: dict[int, int] = {}
         sparse_ids: set[int] = set()
         # By id; the module is held so that its id stays its own. A module may be registered at several places.
         self._modules: dict[int, tuple[nn.Module, list[str]]] = {}
-        for prefix, child in _modules(module):
+        for prefix, child in own_modules(module):
             self._modules.setdefault(id(child), (child, []))[1].append(prefix)
             if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
                 sparse_ids.add(id(child.weight))
@@ -70,7 +76,9 @@ class ManagedParams:
                 full_name = f"{prefix}.{name}" if prefix else name
                 if param is None or full_name in self.ignored:
                     continue
-                if id(param) not in places:
+                index = indices.setdefault(id(param), len(indices))
+                self.places.append((child._parameters, name, index))
+                if index == len(self.live):
                     self._homes.append((child._parameters, name))
                     self.names.append(full_name)
                     self.live.append(param)
@@ -136,6 +144,8 @@ class ManagedParams:
         the parameter counts as frozen for that call. One that was removed (None) counts as frozen too.
         """
         live = [home.get(name) for home, name in self._homes]
+        if self.masters:  # a forward inside of a forward, or of a backward that runs modules again
+            live = [cast("nn.Parameter | None", self.masters.get(id(param), param)) for param in live]
         self.trainable = [param is not None and param.requires_grad for param in live]
         is_same = all(map(operator.is_, live, self.live))
         if not is_same:
@@ -226,7 +236,7 @@ class ManagedParams:
         return frozenset(found)
 
     def _of_tensor(self, tensor: Tensor) -> frozenset[int]:
-        i = self.index_of(tensor)
+        i = self.index_of(self.masters.get(id(tensor), tensor))
         if i is not None:
             return frozenset((i,))
         if id(tensor) in self._ignored_ids:

@@ -203,7 +203,7 @@ class WindowProtocol:
         signature: int = 0,
         nested: bool = False,
         guessed: bool = False,
-        joined: bool = False,
+        silent: bool = False,
     ) -> bytes:
         """A synchronising backward begins.
 
@@ -214,7 +214,7 @@ class WindowProtocol:
             signature: 32 bits that all ranks must share (a hash of dtypes and shapes).
             nested: this backward began where its end cannot be seen; every rank is to raise.
             guessed: this backward reached a parameter without passing an output; it is an error if others know better.
-            joined: this rank has no input left and only takes part in what others do; it has no say in anything.
+            silent: this rank has no backward and only takes part in those of others: of all this it tells ``carried``.
 
         Returns:
             The OPEN message, to be combined by bitwise OR with that of all ranks; under ``TRUST`` it stands for all.
@@ -224,9 +224,10 @@ class WindowProtocol:
         self._expected, self._carried = expected, carried
         said = int.from_bytes(flags_of(declared, self._num_params), "little")
         lane = int.from_bytes(expected, "little") * EXPECTED | said * DECLARED | (self._ones ^ said) * NEEDED
-        lane |= int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
-        if joined:
-            return self._message(Flag.OPEN, signature, 0)
+        carries = int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
+        if silent:
+            return self._message(Flag.OPEN, signature, carries)
+        lane |= carries
         how = Flag.GUESSED if guessed else Flag.SEEN
         return self._message(Flag.OPEN | how | (Flag.NESTED if nested else Flag(0)), signature, lane)
 

@@ -17,7 +17,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from . import _torch_private as private
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, run
-from .comm_hooks import CommHook, GradBucket, sum_future
+from .comm_hooks import CommHook
 from .errors import CompiledBackwardError, PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .faults import unfinished_message
@@ -39,6 +38,7 @@ from .params import ManagedParams
 from .plan import Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
+from .stock_reducer import StockReducer
 from .window import LocalBackward, TaskEnd, Window
 
 _numbers = itertools.count()
@@ -46,7 +46,7 @@ _no_backward = weakref.ref(LocalBackward())  # dead at once
 _reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
-class Reducer(Closing):
+class Reducer(Closing, StockReducer):
     """Averages the gradients of ``params`` over the ranks of ``comm``, one window a synchronising backward.
 
     Args:
@@ -99,7 +99,7 @@ class Reducer(Closing):
         self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
-        self._sync_next = False
+        self.sync_next = False
         self._is_off = False
         self.forwards_begun = 0
         self._nodes.hook(params.live, params.trainable)
@@ -114,25 +114,6 @@ class Reducer(Closing):
         """From the first backward on the graph may not change."""
         self.find_unused = self.protocol.detects_unused = False
         self.history = GraphHistory(is_promised=True)
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """The next backward synchronises, though its forward ran under ``no_sync``.
-
-        For code written for DistributedDataParallel: pipeline schedules and trainers that call this before the last of
-        several backwards. ``outputs`` is not needed here.
-        """
-        self._sync_next = True
-
-    def _rebuild_buckets(self) -> bool:
-        """For the same code: buckets are planned as needed, so there is nothing to do."""
-        return False
-
-    def _delay_all_reduce(self) -> None:
-        """For the same code: what a backward left is launched when it is over, also for a static graph."""
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """For torch's hooks that go on from there: a future of the bucket's sum over ranks, undivided."""
-        return sum_future(self.comm, bucket.buffer())
 
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
@@ -173,13 +154,22 @@ class Reducer(Closing):
                     "Fix: restart, or make a new process group and wrap the module again."
                 )
             self.forwards.forward_begins()
-            if not judges:
-                return
+        if judges:
+            self.judge()
+
+    def judge(self) -> None:
+        """Was every promise kept since this was last asked?
+
+        Raises:
+            UnfinishedBackwardError: not so; on every rank.
+        """
+        with self.lock:
             missing = self.protocol.unmet()
             self.protocol.forward_begins()
         if missing:
             stock_indices = self.params.stock_indices(missing)
             text = unfinished_message(self.where, self.comm.rank, self.params.names, missing, stock_indices)
+            self.last_error = text
             raise UnfinishedBackwardError(text)
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
@@ -230,7 +220,7 @@ class Reducer(Closing):
             elif not self._nodes.begins_backward():
                 if torch.is_grad_enabled() and record.synchronises:
                     self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
-            elif record.synchronises or self._sync_next:
+            elif record.synchronises or self.sync_next:
                 record.synchronises = True
                 self.forwards.visit(record)
                 _begin_all()
@@ -264,7 +254,7 @@ class Reducer(Closing):
         self._settle_debt()
         self.times.mark("backward_begun")
         self._local = _no_backward
-        self._sync_next = False
+        self.sync_next = False
         at_parameter = stood_before is not None
         nested = at_parameter and inside_nested_task()
         guessed = at_parameter and not self.forwards.is_out_of_sight()
@@ -297,7 +287,7 @@ class Reducer(Closing):
         self.owes_window = False
 
     def _open(
-        self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, joined: bool = False
+        self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, silent: bool = False
     ) -> None:
         """Send OPEN."""
         self.buffers.exchange(apply=False)
@@ -305,7 +295,7 @@ class Reducer(Closing):
         trusts = self._agreement is Agreement.TRUST
         self.protocol.agreement = Agreement.UNION if trusts and self.joining else self._agreement
         held_back = window.gradients.held_back
-        carried = [i for i in self.touched_locally if held_back[i] is not None] if not joined else []
+        carried = [i for i in self.touched_locally if held_back[i] is not None]
         self.window = window
         message = self.protocol.begin(
             expected,
@@ -314,24 +304,29 @@ class Reducer(Closing):
             signature=zlib.crc32(self.hook_name.encode(), self.params.signature),
             nested=nested,
             guessed=guessed,
-            joined=joined,
+            silent=silent,
         )
         window.opening = self.combine(message)
 
-    def take_part(self, *, joined: bool) -> None:
+    def take_part(self, *, joined: bool, failed: bool = False) -> None:
         """A window in which this rank has no backward, but others have: the mean reaches this rank too.
 
         ``joined``: this rank has no inputs left; it contributes zeros and has no say. Else it contributes like a rank
-        whose backward reaches no parameter.
+        whose backward reaches no parameter. ``failed``: like one whose backward raises, so that the window is an error
+        on every rank.
         """
         with self.lock:
             self.owes_window = False
+            if not self.forwards_begun:
+                self.optimizers.adopt(self.params.live)
             self._read_params()
             terms = Terms(self.divisor, self.hook, contributes=not joined)
             gradients = GradientExchange(self.params, self.comm, self.counters, terms, {})
             window = Window([], gradients, begun_at_output=True, has_graph=False)
-            self._open(window, bytes(len(self.params)), joined=True)
-            run(self.closing_steps(window, failed=False))
+            if joined:
+                self.touched_locally.clear()
+            self._open(window, bytes(len(self.params)), silent=True)
+            run(self.closing_steps(window, failed=failed))
 
     # -- reduce
 

@@ -14,6 +14,7 @@ class RecordingCollectives:
     """Stands in for ``knownddp.comm.Collectives``. ``log`` holds (name, bytes) of each collective, in launch order."""
 
     follows_program_order = False
+    backend = "gloo"
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size

@@ -38,7 +38,6 @@ def _serve(rank: int, world_size: int, folder: str, orders: Connection) -> None:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        warnings.simplefilter("error")
         store = dist.FileStore(f"{folder}/store", world_size)
         timeout = timedelta(seconds=GROUP_TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -54,6 +53,7 @@ def _serve(rank: int, world_size: int, folder: str, orders: Connection) -> None:
             if task is None:
                 os._exit(0)  # at once: peers may close their sockets in any order
             fn, args = task
+            warnings.simplefilter("error")  # before each task: torch's Join sets a filter of its own
             try:
                 torch.manual_seed(0)
                 result = fn(rank, *args)

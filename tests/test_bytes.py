@@ -68,7 +68,7 @@ def fake(monkeypatch):
     """A KnownDDP made in the test issues its collectives here."""
     comm = RecordingCollectives(world_size=4)
     monkeypatch.setattr(knownddp.ddp, "Collectives", lambda *_, **__: comm)
-    monkeypatch.setattr(knownddp.ddp, "choose_group", lambda group: group)
+    monkeypatch.setattr(knownddp.ddp, "choose_group", lambda module, group, mesh: group)
     return comm
 
 

@@ -256,7 +256,9 @@ def _accumulates(model: KnownDDP, rank: int) -> None:
 
 
 def _static(model: KnownDDP, rank: int) -> None:
-    model._set_static_graph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # beside find_unused_parameters
+        model._set_static_graph()
     for step in range(3):
         square_loss(model, rank, step).backward()
 

@@ -20,15 +20,35 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 # Low to high: a module imports only modules to its left.
 ORDER = [
     *("errors", "specs", "buckets", "plan", "protocol", "sampling"),
-    *("_torch_private", "flat", "outputs", "params", "nodes"),
+    *("_torch_private", "flat", "outputs", "params", "precision", "nodes"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
-    *("exchange", "window", "closing", "reducer", "join", "logging_data", "options", "interface", "ddp"),
+    *(
+        "exchange",
+        "window",
+        "closing",
+        "stock_reducer",
+        "reducer",
+        "join",
+        "logging_data",
+        "options",
+        "interface",
+        "lifecycle",
+        "ddp",
+    ),
 ]
 WITHOUT_TORCH = ORDER[: ORDER.index("_torch_private")]
 TALKS = {"comm", "_torch_private"}
 
-# What else of torch.distributed may be named outside of TALKS: a type.
+# What else of torch.distributed may be named outside of TALKS: a type ...
 SILENT = {"ProcessGroup"}
+# ... and the context of uneven inputs, which has a collective of its own.
+JOINS = {
+    "algorithms.join.Join",
+    "algorithms.join.Join.notify_join_context",
+    "algorithms.join.JoinHook",
+    "algorithms.join.Joinable",
+    "algorithms.join.Joinable.__init__",
+}
 # Names of collectives, of torch.distributed and of process groups, that are not also names of comm.Collectives.
 LOUD = {
     "all_reduce",
@@ -44,11 +64,13 @@ LOUD = {
 
 # Private names used outside of _torch_private.py, each for want of a public one.
 PRIVATE = {
-    ("ddp", "_ddp_ignored"),  # torch.compile reads it
-    ("ddp", "_ddp_params_and_buffers_to_ignore"),  # DistributedDataParallel's, set by its users ...
+    ("lifecycle", "_ddp_ignored"),  # torch.compile reads it
+    ("interface", "_ddp_ignored"),
+    ("interface", "_ddp_params_and_buffers_to_ignore"),  # DistributedDataParallel's, set by its users ...
     ("params", "_ddp_params_and_buffers_to_ignore"),  # ... and read here
     ("exchange", "_values"),  # of a sparse tensor that is not coalesced yet
     ("flat", "_foreach_copy_"),  # one call for many copies
+    ("join", "_join_config"),  # what torch's Join sets
     ("nodes", "_getframe"),  # of sys
     ("outputs", "_fields"),  # what tells a named tuple
     ("params", "_modules"),  # named_modules() cannot stop at an inner wrapper
@@ -149,7 +171,7 @@ for module in {WITHOUT_TORCH}:
 def test_only_the_seam_communicates(module):
     prefix = "torch.distributed."
     used = {name.removeprefix(prefix) for name in torch_names(module) if name.startswith(prefix)}
-    assert used <= SILENT
+    assert used <= SILENT | (JOINS if module in {"join", "interface", "ddp"} else set())
     assert LOUD.isdisjoint(node.attr for node in ast.walk(TREES[module]) if isinstance(node, ast.Attribute))
 
 
@@ -157,7 +179,7 @@ def test_private_names_of_torch_are_in_one_file():
     used = {(module, name) for module in MODULES if module != "_torch_private" for name in private_attributes(module)}
     own = {(module, name) for module, name in used if name == "_set_params_and_buffers_to_ignore_for_model"}
     assert used - own == PRIVATE
-    assert own <= {("ddp", "_set_params_and_buffers_to_ignore_for_model")}  # a method of KnownDDP too
+    assert own <= {("interface", "_set_params_and_buffers_to_ignore_for_model")}  # a method of KnownDDP too
 
 
 @pytest.mark.parametrize("module", [*MODULES, "__init__"])

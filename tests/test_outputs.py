@@ -1,4 +1,4 @@
-"""Finding tensors in what a module returns, and moving what it is given."""
+"""Finding tensors in what a module returns, and converting those in what it is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from knownddp.outputs import MAX_DEPTH, MAX_OBJECTS, find_tensors, to_device
+from knownddp.outputs import MAX_DEPTH, MAX_OBJECTS, find_tensors, to_device, to_dtype
 
 A, B, C = (torch.tensor(float(i)) for i in range(3))
 
@@ -170,3 +170,49 @@ def test_to_device_moves_a_packed_sequence_as_one():
 
 def test_to_device_leaves_alone_what_is_there_already():
     assert to_device(A, torch.device("cpu")) is A
+
+
+# -- casting
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: Tensor
+    weights: Tensor
+    again: Any = field(init=False)
+    missing: Tensor = field(init=False)
+
+
+def test_to_dtype_casts_floating_point_tensors_alone():
+    kinds = (torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
+    value = {"all": Pair([torch.ones(2, dtype=kind) for kind in kinds], "text"), "number": 1.5}
+    cast = to_dtype(value, torch.bfloat16)
+    assert type(cast["all"]) is Pair and cast["all"].right == "text" and cast["number"] == 1.5
+    assert [t.dtype for t in cast["all"].left] == [*[torch.bfloat16] * 3, *kinds[3:]]
+
+
+def test_to_dtype_looks_into_dataclasses_without_making_them_anew():
+    """``again`` is no argument of the constructor, and ``missing`` was never set."""
+    batch = Batch(torch.tensor([1]), torch.ones(2))
+    object.__setattr__(batch, "again", [torch.ones(3)])
+    cast = to_dtype((batch,), torch.float16)[0]
+    assert type(cast) is Batch and cast is not batch
+    assert (cast.weights.dtype, cast.again[0].dtype) == (torch.float16, torch.float16)
+    assert cast.tokens is batch.tokens and batch.weights.dtype == torch.float32
+    assert not hasattr(cast, "missing")
+    assert to_dtype(Batch, torch.float16) is Batch
+
+
+def test_to_dtype_casts_packed_sequences():
+    for kind, wanted in [(torch.float32, torch.float16), (torch.int64, torch.int64)]:
+        packed = pack_sequence([torch.ones(1, dtype=kind), torch.ones(2, dtype=kind)], enforce_sorted=False)
+        cast = to_dtype([packed], torch.float16)[0]
+        assert isinstance(cast, PackedSequence) and cast.data.dtype == wanted
+        assert (cast.batch_sizes.tolist(), cast.sorted_indices.tolist()) == ([2, 1], [1, 0])
+
+
+def test_to_dtype_keeps_the_way_back_to_the_tensor():
+    x = torch.ones(2, requires_grad=True)
+    to_dtype({"x": x}, torch.bfloat16)["x"].sum().backward()
+    assert x.grad.dtype == torch.float32 and x.grad.tolist() == [1, 1]
+    assert to_dtype(x, torch.float32) is x

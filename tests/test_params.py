@@ -454,3 +454,29 @@ def test_a_slice_of_a_parameter_list_may_be_an_entry():
     module = nn.ParameterList([torch.ones(1), torch.ones(1), torch.ones(1)])
     params = ManagedParams(nn.ModuleList([module]))
     assert params.resolve([module[:2]]) == {0, 1}
+
+
+def test_what_stands_in_for_a_parameter_is_taken_for_it():
+    model = nn.Linear(2, 2)
+    params = managed(model)
+    weight, stand_in = model.weight, model.weight.bfloat16()
+    assert [(home is model._parameters, name, i) for home, name, i in params.places] == [
+        (True, "weight", 0),
+        (True, "bias", 1),
+    ]
+    params.masters[id(stand_in)] = weight
+    model._parameters["weight"] = stand_in
+    assert not params.refresh()
+    assert params.live[0] is weight and params.trainable == [True, True]
+    assert params.resolve([model.weight]) == {0} == params.resolve([weight])
+    assert params.index_of(stand_in) is None, "an output that is one may have hooks of its own"
+
+
+def test_places_are_all_of_a_tied_parameter_but_for_ignored_ones():
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
+    model[1].weight = model[0].weight
+    model[2]._ddp_params_and_buffers_to_ignore = ["weight"]
+    assert [(id(home), i) for home, _, i in ManagedParams(model).places] == [
+        (id(model[0]._parameters), 0),
+        (id(model[1]._parameters), 0),
+    ]

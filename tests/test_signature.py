@@ -25,7 +25,7 @@ INTERNAL = {
     *("_run_ddp_forward", "_setup_in_backward_optimizers"),
     # buffers
     *("_assign_modules_buffers", "_check_and_sync_module_buffers", "_check_sync_bufs_post_fwd"),
-    *("_check_sync_bufs_pre_fwd", "_default_broadcast_coalesced", "_distributed_broadcast_coalesced"),
+    *("_check_sync_bufs_pre_fwd", "_distributed_broadcast_coalesced"),
     *("_find_common_rank", "_sync_buffers", "_sync_module_buffers"),
     # hooks
     *("_check_comm_hook", "_clear_grad_buffer", "_delay_all_reduce_all_params", "_delay_all_reduce_params"),
@@ -45,6 +45,7 @@ REACHED_FOR = {
     "_get_active_ddp_module": "torch.compile, to split graphs",
     "_check_reducer_finalized": "training loops that look for unfinished backwards",
     "_comm_hooks": "code that asks whether a hook is registered",
+    "_default_broadcast_coalesced": "buffer hooks that want the broadcast",
     "_distributed_rank": "subclasses of DistributedDataParallel's join",
     "_get_data_parallel_params": "torch's hook for in-backward optimizers",
     "_get_ddp_logging_data": "Lightning's DDP strategy at its end",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -329,3 +329,23 @@ def test_creating_groups_does_not_count_as_new_group_does():
         if not between:
             dist.destroy_process_group(private.create_group("between", [0], "gloo", TIMEOUT))
     assert names[1] == names[0] + 1
+
+
+# -- modules
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_an_rnn_follows_its_parameters_and_takes_its_lists_back(kind):
+    """With float64 in the place of its parameters it computes in float64; with its lists back it is as before."""
+    rnn = kind(2, 2)
+    own, lists = dict(rnn._parameters), private.rnn_weights(rnn)
+    assert all(weight is param for weight, param in zip(lists[0], own.values(), strict=True))
+    rnn._parameters.update({name: param.double() for name, param in own.items()})
+    assert rnn(torch.ones(1, 1, 2).double())[0].dtype == torch.float64
+    assert private.rnn_weights(rnn)[0] is not lists[0]
+    rnn._parameters.update(own)
+    private.set_rnn_weights(rnn, lists)
+    assert all(ours is before for ours, before in zip(private.rnn_weights(rnn), lists, strict=True))
+    before = list(lists[0])
+    assert rnn(torch.ones(1, 1, 2))[0].dtype == torch.float32
+    assert all(ours is weight for ours, weight in zip(private.rnn_weights(rnn)[0], before, strict=True))

@@ -136,7 +136,7 @@ def _frozen_before(rank: int) -> tuple[str, str]:
         model = wrapper(copy.deepcopy(plain))
         square_loss(model, rank, skip={2}).backward()
         message = raises_everywhere(lambda m=model: square_loss(m, rank), RuntimeError)
-        told.append(re.search(r"did not receive grad for rank \d+: ([\d ]*)", message).group(1).strip())
+        told.append(re.search(r"indices which did not receive grad for rank \d+: ([\d ]*)", message).group(1).strip())
     return told[0], told[1]
 
 

@@ -1,0 +1,164 @@
+"""How a wrapper is put together, copied, moved to other ranks, and taken apart."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _torch_private as private
+from .agreement import agree, fix_strides, report_on
+from .buffers import BufferSync, broadcast_from, named_buffers
+from .comm import Collectives, destroy_retired
+from .errors import ModelError, PeerError
+from .interface import StockInterface
+from .join import UnevenInputs
+from .logging_data import LoggingData, describe
+from .options import Options
+from .params import NOTHING, ManagedParams
+from .precision import LowPrecision
+from .reducer import Reducer
+
+# Made anew for a copy. Communication hooks do not come with it, as in DistributedDataParallel.
+_NOT_COPIED = (
+    *("process_group", "reducer", "_comm", "_comm_hooks", "_params", "_buffer_sync", "_low_precision", "_uneven"),
+    *("_logging", "_release"),
+)
+
+
+class LifeCycle(StockInterface):
+    """What of ``KnownDDP`` makes and unmakes its parts."""
+
+    device_ids: list[int] | None
+    output_device: int | None
+    bucket_bytes_cap: int
+    gradient_as_bucket_view: bool
+    _options: Options
+    _params: ManagedParams
+    _low_precision: LowPrecision | None
+    _agreed_strides: Sequence[tuple[int, ...]]
+
+    def _describe_places(self, params: ManagedParams) -> None:
+        """Where the module is, in DistributedDataParallel's attributes."""
+        places = {p.device for p in params.live if p is not None} or {torch.device("cpu")}
+        device = self._options.device
+        self.device = next(iter(places))
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(places) > 1
+        self.device_ids = [device.index] if device is not None else None
+        self.output_device = device.index if device is not None else None
+
+    def _agree(self, comm: Collectives, params: ManagedParams) -> list[str]:
+        """Make sure that all ranks hold one model, and start from rank 0's. Returns whose strides were changed."""
+        buffers = named_buffers(self.module, params.ignored) if self._options.init_sync_buffers else {}
+        try:
+            first = agree(comm, report_on(params, buffers, self._options.shared()))
+        except PeerError:  # on every rank
+            comm.retire()
+            raise
+        destroy_retired()
+        self._agreed_strides = first.strides
+        moved = fix_strides(params, first.strides)
+        broadcast_from(comm, 0, [*(p for p in params.live if p is not None), *buffers.values()])
+        return moved
+
+    def _attach(self, comm: Collectives, params: ManagedParams, *, synchronises_buffers: bool) -> None:
+        """Set up what is not copied with a wrapper: hooks, reducer, groups."""
+        options = self._options
+        if len(self._agreed_strides) == len(params):
+            params.set_canonical(self._agreed_strides)
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if name in params.ignored:
+                param._ddp_ignored = True  # type: ignore[attr-defined]  # torch.compile's DDP optimizer reads it
+        self.parameters_to_ignore = {*params.ignored, *options.delayed}
+        self._comm = comm
+        self._params = params
+        self._buffer_sync = BufferSync(self.module, params.ignored, comm, enabled=synchronises_buffers)
+        self._comm_hooks = []
+        self.reducer = Reducer(
+            params,
+            comm,
+            self._buffer_sync,
+            limits=options.cap_bytes,
+            agreement=options.agreement,
+            find_unused=options.find_unused_parameters,
+            static_graph=self.static_graph,
+            delayed=params.resolve(options.delayed),
+        )
+        param_dtype = options.precision.param_dtype if options.precision is not None else None
+        self._low_precision = LowPrecision(self.module, params, param_dtype) if param_dtype is not None else None
+        self._uneven = UnevenInputs(self.reducer, comm, params, self._buffer_sync)
+        self._logging = LoggingData(self._constants())
+        self._declared_around: frozenset[int] = NOTHING
+        self._release = weakref.finalize(self, _release, self.reducer, comm)
+        self._release.atexit = False
+
+    def _constants(self) -> dict[str, Any]:
+        """What logging data say of the construction."""
+        return describe(
+            self.module,
+            world_size=self._comm.world_size,
+            rank=self._comm.rank,
+            backend_name=self._comm.backend,
+            device_ids=", ".join(map(str, self.device_ids or ())),
+            output_device=-1 if self.output_device is None else self.output_device,
+            broadcast_buffers=int(self.forward_sync_buffers),
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=int(self.find_unused_parameters),
+            gradient_as_bucket_view=int(self.gradient_as_bucket_view),
+            is_multi_device_module=int(self.is_multi_device_module),
+        )
+
+    def _remove_autograd_hooks(self) -> None:
+        """From now on this wrapper communicates no more, and its module may be wrapped again."""
+        self.reducer.remove_hooks()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on: fewer, more, or the same after their group was made anew.
+
+        Communicates nothing until the next backward, so all members must hold equal models, and the same gradients or
+        none; where models may differ, wrap again. What ``no_sync`` accumulated is averaged over the new ranks. On a
+        rank that is not a member the wrapper stays as it is.
+        """
+        if not isinstance(new_process_group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
+            return
+        old, buffer_hook, comm_hooks = self.reducer, self._buffer_sync.hook, self._comm_hooks
+        synchronises_buffers = self.forward_sync_buffers
+        self._release.detach()
+        old.give_up()
+        self._comm.move_to(new_process_group)
+        self.process_group = new_process_group
+        self._attach(self._comm, self._params, synchronises_buffers=synchronises_buffers)
+        self._buffer_sync.hook, self._comm_hooks = buffer_hook, comm_hooks
+        self.reducer.take_over(old)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not private.default_group():
+            raise ModelError(
+                f"{self.reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group: a copy could not tell which group to use.\n"
+                "Fix: copy or save model.module, or its state_dict()."
+            )
+        state = self.__dict__.copy()
+        for name in _NOT_COPIED:
+            state.pop(name, None)
+        return {**state, "forward_sync_buffers": self.forward_sync_buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        synchronises_buffers = state.pop("forward_sync_buffers")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = private.default_group()
+        self.require_backward_grad_sync = True
+        # No collective: copies are made on one rank alone, for an average of weights, say.
+        comm = Collectives(self.process_group, own_group=self._options.own_group)
+        params = ManagedParams(self.module, self._options.reduce_dtype)
+        self._attach(comm, params, synchronises_buffers=synchronises_buffers)
+
+
+def _release(reducer: Reducer, comm: Collectives) -> None:
+    """The wrapper is gone: its hooks go, and its groups when that is safe."""
+    reducer.remove_hooks()
+    comm.retire()
