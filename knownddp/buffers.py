@@ -156,12 +156,26 @@ class BufferSync:
                 work.wait()
                 _unpack(packed, chunk)
 
-    def window_over(self) -> None:
-        """The next window exchanges anew. Waits for what hooks began."""
-        for work, _ in self._sending:
-            work.wait()
+    def finish(self) -> Exception | None:
+        """Wait for what this window began. Returns what went wrong in a buffer hook's future, or None.
+
+        Safe once the window is open: every rank has taken part in its broadcasts then.
+        """
+        waiting: list[Any] = [*(work for work, _ in self._sending), *self._futures]
+        first: Exception | None = None
+        for one in waiting:
+            try:
+                one.wait()
+            except Exception as error:
+                first = first or error
         self._sending.clear()
+        self._futures.clear()
+        try:
+            return first
+        finally:
+            del first  # in the frame that its traceback holds it would be a cycle
+
+    def window_over(self) -> None:
+        """The next window exchanges anew."""
+        self.finish()
         self.has_exchanged = False
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()

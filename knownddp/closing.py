@@ -115,7 +115,7 @@ class Closing:
             raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
         protocol.end()
         own_error = gradients.launch_rest(protocol.plan, failed=failed, generation=self.planner.generation)
-        own_error = (yield from gradients.wait_for_hook()) or own_error
+        own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish() or own_error
         failed = failed or own_error is not None
         graph = self._graph_of(window)
         changed = window.has_graph and not failed and self.history.breaks_promise(graph)
@@ -144,14 +144,15 @@ class Closing:
             yield self.comm.combine_max(order)
             protocol.learn(order.tolist())
         if window.has_graph:
-            self.history.note(graph)
+            self.history.note(graph, protocol.fired()[0])
         self.touched_locally.clear()
         self.counters.backwards_finished += 1
         self._end(window, restore=False)
-        self._tell_of_dispute(window.outcome.disputed)
+        if closing.fault is not Fault.TRUST:
+            self.optimizers.step(self.params.live, closing.touched)
+        self._tell_of_dispute(window.outcome.disputed)  # last: a warning may be made an exception
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
-        self.optimizers.step(self.params.live, closing.touched)
 
     def _graph_of(self, window: Window) -> Graph:
         fired, repeated = self.protocol.fired()

@@ -217,7 +217,7 @@ def run(steps: Generator[Work, None, T]) -> T:
         while True:
             work = _after(work, steps, interrupts)
     except StopIteration as stop:
-        _raise_first(interrupts)
+        raise_first(interrupts)
         return stop.value  # type: ignore[no-any-return]
 
 
@@ -242,7 +242,7 @@ def run_in_turn(several: Sequence[Generator[Work, None, None]]) -> None:
             run(steps)
         except BaseException as error:
             errors.append(error)
-    _raise_first(errors)
+    raise_first(errors)
 
 
 def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
@@ -266,10 +266,10 @@ def run_together(several: Sequence[Generator[Work, None, None]]) -> None:
     while waiting:
         advance(*waiting.pop(_wait_any([work for _, work in waiting]) if len(waiting) > 1 else 0))
     del advance  # a cycle with its own cell
-    _raise_first(errors)
+    raise_first(errors)
 
 
-def _raise_first(errors: list[BaseException]) -> None:
+def raise_first(errors: list[BaseException]) -> None:
     """Leaves no reference behind in the frames that the exception's traceback holds: that would be a cycle."""
     first = errors[0] if errors else None
     errors.clear()

@@ -108,20 +108,21 @@ class HookedWork:
             )
         if self._flat.is_complex() and not result.is_complex() and result.shape[-1:] == (2,):
             result = torch.view_as_complex(result.contiguous())  # as the future of an all-reduce holds it
-        if result.numel() != self._flat.numel():
+        is_alike = result.shape == self._flat.shape if self._flat.is_sparse else result.numel() == self._flat.numel()
+        if not is_alike or result.is_complex() != self._flat.is_complex():
             raise CommHookError(
-                f"the communication hook {self._name} returned {result.numel()} elements for a bucket of "
-                f"{self._flat.numel()}."
+                f"the communication hook {self._name} returned {list(result.shape)} {result.dtype} for a bucket of "
+                f"{list(self._flat.shape)} {self._flat.dtype}."
             )
-        result = result.detach()
         if self._flat.is_sparse:
-            self._means = [result if result is self._flat else result.clone()]
+            self._means = [result if result is self._flat else result.detach().clone()]
         else:
+            result = result.detach()
             self._means = sliced(self._as_own(result), self._specs)
 
     def _as_own(self, result: Tensor) -> Tensor:
         """``result`` as a contiguous 1-D tensor that nobody else writes to: a hook may go on using its own."""
-        if result.is_set_to(self._flat) and not result.is_conj():
+        if result.is_set_to(self._flat) and not result.is_conj() and not result.is_neg():
             return result
         return torch.empty_like(self._flat, dtype=result.dtype).copy_(result.reshape(-1))
 
@@ -153,7 +154,7 @@ class CommHook:
         self.name = name
         self.is_own = is_own
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._generation = 0
+        self._has_restarted = False
 
     def run(
         self,
@@ -165,9 +166,12 @@ class CommHook:
         is_last: bool,
         generation: int,
     ) -> HookedWork:
-        """Hand ``flat`` to the hook. ``generation``: numbers start anew when it changes (``Planner.generation``)."""
-        if generation != self._generation:
-            self._generation = generation
+        """Hand ``flat`` to the hook.
+
+        ``generation``: the planner's; numbers start anew once, when it leaves 0.
+        """
+        if generation and not self._has_restarted:
+            self._has_restarted = True
             self._numbers.clear()
         layout = (bucket.param_indices, flat.dtype, tuple(spec.shape for spec in specs))
         number = self._numbers.setdefault(layout, len(self._numbers))

@@ -175,18 +175,18 @@ class KnownDDP(LifeCycle):
             UnfinishedBackwardError: the last backward left promised parameters without a gradient on every rank.
         """
         record = self._forward_begins(unused_parameters)
-        if self._options.device is not None:
-            args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
         try:
+            if self._options.device is not None:
+                args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
             with private.inside_ddp_forward(self):
                 if self._low_precision is None:
                     output = self.module(*args, **kwargs)
                 else:
                     output = self._low_precision.run(self.module, args, kwargs)
+            self._forward_ends(record, output)
         except BaseException:
             self._forward_failed(record)
             raise
-        self._forward_ends(record, output)
         return output
 
     # Apart from the module itself, so that torch.compile sees that alone.

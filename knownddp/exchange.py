@@ -26,9 +26,17 @@ class Flight:
     bucket: BucketSpec
     work: Work
     packed: list[Tensor]  # one a parameter, in the bucket's order
+    stream: torch.cuda.Stream | None = None  # on which it was packed
 
     def means(self) -> list[Tensor]:
-        """The parts of the packed bucket, after ``work``; or what a hook made of them."""
+        """The parts of the packed bucket, after ``work``; or what a hook made of them.
+
+        Their memory is kept until the stream that asks is done with it, which may not be the one it belongs to.
+        """
+        if self.stream is not None and self.packed and not self.bucket.is_sparse:
+            current = torch.cuda.current_stream(self.packed[0].device)
+            if current != self.stream:
+                self.packed[0].record_stream(current)  # all share one storage
         return self.work.means() if isinstance(self.work, HookedWork) else self.packed
 
 
@@ -138,7 +146,7 @@ class GradientExchange:
     def _send(self, bucket: BucketSpec, flat: Tensor, packed: list[Tensor], *, is_last: bool, generation: int) -> None:
         """Hand the packed bucket to the hook, else to the collectives."""
         # Should it raise: the bucket counts as launched, since a hook may have called collectives already.
-        flight = Flight(bucket, DONE, packed)
+        flight = Flight(bucket, DONE, packed, torch.cuda.current_stream(flat.device) if flat.is_cuda else None)
         self._flights.append(flight)
         if self._terms.hook is not None:
             specs = [self._params.specs[i] for i in bucket.param_indices]
@@ -183,7 +191,8 @@ class GradientExchange:
     def _launch_empty(self, plan: BucketPlan, generation: int) -> None:
         """This rank failed: take part in what peers wait for. Nobody will use the result, so all share one tensor.
 
-        Gradients are put back first, which frees the memory of local ones: running out of it may be what failed.
+        Gradients are put back first, which frees the memory of local ones: running out of it may be what failed. A hook
+        gets zeros of its own for each bucket: it may keep them.
         """
         self.restore()
         specs = self._params.specs
@@ -194,12 +203,14 @@ class GradientExchange:
         scratch: dict[BucketKey, Tensor] = {}
         for bucket in sorted(numel, key=lambda one: -numel[one]):
             key = specs[bucket.param_indices[0]].key
-            if key not in scratch:
+            if key not in scratch and self._terms.hook is None:
                 scratch[key] = torch.zeros(numel[bucket], dtype=key.dtype, device=key.device)
         for bucket in buckets:
             first = specs[bucket.param_indices[0]]
             if bucket.is_sparse:
                 flat = sparse_share(None, None, first, self._terms.divisor)
+            elif self._terms.hook is not None:
+                flat = torch.zeros(numel[bucket], dtype=first.key.dtype, device=first.key.device)
             else:
                 flat = scratch[first.key][: numel[bucket]]
             try:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from .errors import (
     BrokenTrustError,
+    CompiledBackwardError,
     GraphChangedError,
     HiddenOutputError,
     InternalError,
     KnownDDPError,
+    PeerError,
     PeerFailedError,
     RanksDifferError,
+    UsageError,
     shorten,
 )
 from .protocol import Fault
@@ -144,6 +147,33 @@ def unfinished_message(
         f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, stock_indices))}\n"
         "(Names are always shown: you need not set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
         "DETAIL.)"
+    )
+
+
+def broken_error(where: str) -> PeerError:
+    """A window cannot begin any more."""
+    return PeerError(
+        f"{where} a collective of this wrapper failed or timed out, so ranks may be out of step.\n"
+        "Fix: restart, or make a new process group and wrap the module again."
+    )
+
+
+def compiled_error(where: str) -> CompiledBackwardError:
+    """Compiled autograd runs the backward."""
+    return CompiledBackwardError(
+        f"{where} this backward runs under compiled autograd, which defers and reorders the hooks that KnownDDP "
+        "averages gradients in; nothing was sent.\n"
+        "Fix: set torch._dynamo.config.compiled_autograd=False, or call backward inside `with "
+        "torch._dynamo.compiled_autograd._disable():`. torch.compile itself, forward and backward, works."
+    )
+
+
+def second_backward_error(where: str) -> UsageError:
+    """In a join context a window must be the one that its forward announced."""
+    return UsageError(
+        f"{where} a second backward began after one forward inside join().\n"
+        "Why: ranks without inputs take part in one backward for each forward; they would miss this one.\n"
+        "Fix: add the losses and call backward once, or run all but the last forward and backward in no_sync()."
     )
 
 

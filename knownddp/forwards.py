@@ -95,10 +95,14 @@ class ForwardLog:
         return record
 
     def end(self, record: ForwardRecord, *, is_over: bool) -> None:
-        """The forward has run. ``is_over``: no backward can follow (it raised, or nothing requires a gradient)."""
-        record.profiled.__exit__(None, None, None)
-        record.is_running = False
-        self._running.remove(record)
+        """The forward has run. ``is_over``: no backward can follow (it raised, or nothing requires a gradient).
+
+        May be called again, to say that it is over after all.
+        """
+        if record.is_running:
+            record.profiled.__exit__(None, None, None)
+            record.is_running = False
+            self._running.remove(record)
         if is_over:
             self._alive.discard(record)
             self._last = None

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Graph(NamedTuple):
-    """One backward: ``fired`` has a byte for each parameter that got a gradient; ``repeated`` are those that got more.
+    """One backward: ``reached`` has a byte for each parameter, 1 for those that got a gradient; ``repeated`` got more.
 
-    An undefined gradient (``None`` from an autograd Function) counts: the graph reached the parameter.
+    An undefined gradient (``None`` from an autograd Function) counts.
     """
 
-    fired: bytes
+    reached: bytes
     repeated: tuple[int, ...]
 
 
@@ -26,25 +26,26 @@ class GraphHistory:
         self.is_promised = is_promised
         self.first: Graph | None = None
         self.is_static = True
+        self._fired = b""  # at first, and with a gradient that was defined
 
     def breaks_promise(self, graph: Graph) -> bool:
         """Whether ``graph`` was promised to be like the first one and is not."""
         return self.is_promised and self.first is not None and graph != self.first
 
-    def note(self, graph: Graph) -> None:
-        """A backward that went well had ``graph``."""
+    def note(self, graph: Graph, fired: bytes) -> None:
+        """A backward that went well had ``graph``. ``fired``: as ``reached``, for defined gradients alone."""
         if self.first is None:
-            self.first = graph
+            self.first, self._fired = graph, fired
         self.is_static = self.is_static and graph == self.first
 
     def expected(self) -> bytes | None:
         """Which gradients a backward should bring, if that was promised and has been seen."""
-        return self.first.fired if self.is_promised and self.first is not None else None
+        return self._fired if self.is_promised and self.first is not None else None
 
     def differences(self, graph: Graph) -> tuple[list[int], list[int], list[int]]:
         """Parameters reached now and not at first, at first and not now, and a different number of times."""
         first = self.first if self.first is not None else graph
-        pairs = list(enumerate(zip(first.fired, graph.fired, strict=True)))
+        pairs = list(enumerate(zip(first.reached, graph.reached, strict=True)))
         more = [i for i, (then, now) in pairs if now and not then]
         fewer = [i for i, (then, now) in pairs if then and not now]
         repeated = {*first.repeated, *graph.repeated} - {*more, *fewer}

@@ -13,6 +13,7 @@ window; so ranks with inputs must run them in that order, too, each to the end o
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .comm import Collectives
 from .errors import PeerError, RanksDifferError, UsageError
 from .params import ManagedParams
 from .reducer import Reducer
+from .window import Debt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,31 @@ class UnevenInputs:
     def enter(self, hook: KnownJoinHook) -> None:
         """A join context was made. It is over when the context, which alone holds ``hook``, is gone."""
         self._context = weakref.ref(hook)
+        self.reducer.debt = functools.partial(_ask, weakref.WeakMethod(self._debt))
         self.was_used = True
+
+    def leave(self) -> None:
+        """The context is over."""
+        self._context = None
 
     @property
     def _hook(self) -> KnownJoinHook | None:
         return self._context() if self._context is not None else None
 
+    def _debt(self) -> Debt | None:
+        hook = self._hook
+        return hook.debt if hook is not None and hook.is_enabled else None
+
     def is_on(self, joinable: Joinable) -> bool:
         """Whether a forward that begins now does so in a join context."""
-        self.reducer.joining = self._hook is not None and joinable._join_config.enable
-        if not self.reducer.joining:
+        hook = self._hook
+        if hook is not None:
+            hook.is_enabled = joinable._join_config.enable
+        is_on = self._debt() is not None
+        if not is_on:
             self.reducer.divisor = self._comm.world_size
             self._buffers.source = 0
-        return self.reducer.joining
+        return is_on
 
     def forward_begins(self, joinable: Joinable, *, synchronises: bool, trains: bool) -> None:
         """A forward with gradients, outside of a backward and in a join context, on a rank that has inputs.
@@ -95,11 +109,12 @@ class UnevenInputs:
             self._buffers.at(BufferHookLocation.PRE_FORWARD)
         elif told.trains:
             self._buffers.exchange(apply=False)
-        self.reducer.owes_window = synchronises
+        hook.debt.is_due = synchronises
 
     def pay_debt(self) -> None:
         """The last synchronising forward had no backward, but joined ranks take part in one: give it to them."""
-        if self.reducer.joining and self.reducer.owes_window:
+        debt = self._debt()
+        if debt is not None and debt.is_due:
             self.reducer.take_part(joined=False)
 
     def make_way(self) -> None:
@@ -108,7 +123,8 @@ class UnevenInputs:
         Raises:
             UsageError: its backward may still come; an error on every rank.
         """
-        if not self.reducer.joining or not self.reducer.owes_window:
+        debt = self._debt()
+        if debt is None or not debt.is_due:
             return
         if not len(self.reducer.forwards):  # its output was dropped
             self.pay_debt()
@@ -125,11 +141,11 @@ class UnevenInputs:
 
     def shadow(self, hook: KnownJoinHook) -> None:
         """A forward, and the backward that it announces, on a rank that has no inputs left."""
-        self.reducer.joining = True
+        hook.is_enabled = True
         if not self._set_aside:
             self._set_aside = [(p, p.grad) for p in self._params.live if p is not None]
-            for param, _ in self._set_aside:
-                param.grad = None
+        for param, _ in self._set_aside:
+            param.grad = None  # what this window does not touch must not be stepped with the mean of an earlier one
         try:
             told = self._announce(hook, active=False)
             if told.trains:
@@ -140,7 +156,7 @@ class UnevenInputs:
                 self.reducer.take_part(joined=True)
         except BaseException:
             self._put_back()
-            self.reducer.joining = False
+            self.leave()
             raise
 
     def _put_back(self) -> None:
@@ -181,8 +197,14 @@ class UnevenInputs:
         source = int(candidate)
         buffers = self._buffers.current().values() if self._buffers.enabled else ()
         broadcast_from(self._comm, source, [*(p for p in self._params.live if p is not None), *buffers])
-        self.reducer.joining, self._context = False, None
+        self.leave()
         return source
+
+
+def _ask(debt: weakref.WeakMethod[Callable[[], Debt | None]]) -> Debt | None:
+    """The reducer asks, and must not keep alive whom it asks."""
+    alive = debt()
+    return alive() if alive is not None else None
 
 
 class KnownJoinHook(JoinHook):
@@ -191,6 +213,8 @@ class KnownJoinHook(JoinHook):
     def __init__(self, uneven: UnevenInputs, *, divides_by_initial: bool, on_end: Callable[[int], None]) -> None:
         self._uneven = uneven
         self.divides_by_initial = divides_by_initial
+        self.debt = Debt()
+        self.is_enabled = False  # until the first forward has asked
         self._on_end = on_end
         uneven.enter(self)
 
@@ -213,4 +237,6 @@ class DebtPayingJoin(Join):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: Any) -> None:
         if kind is None:
             self._uneven.pay_debt()
+        else:
+            self._uneven.leave()
         super().__exit__(kind, value, traceback)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -289,7 +290,8 @@ class ManagedParams:
 
     def stock_indices(self, indices: Sequence[int]) -> list[int]:
         """The numbers that DistributedDataParallel would give them: it counts only what was trainable when wrapped."""
-        return [sum(self._was_trainable[:i]) for i in indices if self._was_trainable[i]]
+        numbers = list(itertools.accumulate(self._was_trainable, initial=0))
+        return [numbers[i] for i in indices if self._was_trainable[i]]
 
     def names_of(self, indices: Sequence[int]) -> list[str]:
         """Qualified names."""

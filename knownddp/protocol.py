@@ -14,12 +14,32 @@ tells every rank, and one more round, which all know to be due, reduces the late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntFlag, auto
+from enum import Enum, auto
 from typing import Final
 
 from .errors import InternalError
+from .messages import (
+    CARRIED,
+    DECLARED,
+    EXPECTED,
+    HEADER_BYTES,
+    IS_AGREED,
+    IS_DISPUTED,
+    IS_LATE,
+    IS_TOUCHED,
+    IS_UNEVEN,
+    IS_UNMET,
+    LACKING,
+    LATE,
+    NEEDED,
+    PROMISED,
+    TOUCHED,
+    Flag,
+    flags_of,
+    indices_of,
+)
 from .plan import NOT_PLACED, BucketPlan, Planner
 
 
@@ -65,51 +85,7 @@ class Fault(Enum):
     TRUST = auto()  # under "trust": a gradient that was not expected, on this rank alone
 
 
-class Flag(IntFlag):
-    """The first byte of a message."""
-
-    OPEN = 1
-    CLOSE = 2
-    NESTED = 4
-    FAILED = 8
-    SEEN = 16  # the backward began at an output of the wrapper
-    GUESSED = 32  # it began at a parameter, while a forward was open whose outputs were all in sight
-    CHANGED = 64  # the graph is not the one of the first backward, though it was promised to be
-
-
-# Bits of a parameter's byte in OPEN ...
-EXPECTED, CARRIED, DECLARED, NEEDED = 1, 2, 4, 8
-# ... and in CLOSE.
-PROMISED, TOUCHED, LATE = 1, 2, 4
-
 NONE: Final = range(0)  # no bucket may go
-
-HEADER_BYTES = 11  # flags, window, signature, complements of both
-
-
-def _table(test: Callable[[int], object]) -> bytes:
-    """A table for ``bytes.translate``: 1 where ``test`` holds for the byte."""
-    return bytes(1 if test(byte) else 0 for byte in range(256))
-
-
-_AGREED: Final = _table(lambda b: b & (EXPECTED | CARRIED))
-_DISPUTED: Final = _table(lambda b: b & DECLARED and b & NEEDED)
-_TOUCHED: Final = _table(lambda b: b & (TOUCHED | LATE))
-_LATE: Final = _table(lambda b: b & LATE)
-_UNMET: Final = _table(lambda b: b & PROMISED and not b & (TOUCHED | LATE))
-
-
-def indices_of(flags: bytes) -> tuple[int, ...]:
-    """The positions of the bytes that are not 0."""
-    return tuple(i for i, flag in enumerate(flags) if flag) if any(flags) else ()
-
-
-def flags_of(param_indices: Collection[int], num_params: int) -> bytes:
-    """One byte a parameter: 1 for those named."""
-    flags = bytearray(num_params)
-    for i in param_indices:
-        flags[i] = 1
-    return bytes(flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +130,9 @@ class WindowProtocol:
         # With detection: parameters that the engine does not foretell, such as those inside reentrant checkpoints.
         self.unforeseen: set[int] = set()
         self.detects_unused = detects_unused
+        # Other collectives may come between launches, so that these must come at the same gradient on all ranks. They
+        # cannot where ranks expect different ones: everything is then launched at the end.
+        self.in_program_order = False
         self._num_params = num_params
         self._ones = int.from_bytes(b"\1" * num_params, "little")
         self._since_forward = 0  # the CLOSE lanes of all windows since the last synchronising forward, ORed
@@ -172,6 +151,7 @@ class WindowProtocol:
         self._arrivals: list[int] = []
         self._pending: list[int] = []
         self._next = 0
+        self._waits_for_end = False
 
     def _move(self, source: Phase, target: Phase) -> None:
         if self.phase is not source or target not in NEXT[source]:
@@ -223,7 +203,8 @@ class WindowProtocol:
         self._reset()
         self._expected, self._carried = expected, carried
         said = int.from_bytes(flags_of(declared, self._num_params), "little")
-        lane = int.from_bytes(expected, "little") * EXPECTED | said * DECLARED | (self._ones ^ said) * NEEDED
+        expects = int.from_bytes(expected, "little")
+        lane = expects * EXPECTED | (self._ones ^ expects) * LACKING | said * DECLARED | (self._ones ^ said) * NEEDED
         carries = int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
         if silent:
             return self._message(Flag.OPEN, signature, carries)
@@ -239,10 +220,12 @@ class WindowProtocol:
             self.window += 1
             return Opening(fault, disputed=disputed)
         self._move(Phase.OPENING, Phase.REDUCING)
-        return Opening(None, self._start(message[HEADER_BYTES:].translate(_AGREED)), disputed)
+        lane = message[HEADER_BYTES:]
+        self._waits_for_end = self.in_program_order and any(lane.translate(IS_UNEVEN))
+        return Opening(None, self._start(lane.translate(IS_AGREED)), disputed)
 
     def _fault_of_open(self, message: bytes) -> tuple[Fault | None, tuple[int, ...]]:
-        disputed = indices_of(message[HEADER_BYTES:].translate(_DISPUTED))
+        disputed = indices_of(message[HEADER_BYTES:].translate(IS_DISPUTED))
         if message[0] & Flag.CLOSE or self._contradicts(message, 1, 1):
             return Fault.CROSSED, disputed
         if self._contradicts(message, 3, 4):
@@ -296,6 +279,8 @@ class WindowProtocol:
 
     def _advance(self) -> range:
         """[Note: launch order]"""
+        if self._waits_for_end:
+            return NONE
         first, buckets, pending = self._next, self.plan.buckets, self._pending
         position = first
         while position < len(buckets) and not pending[position] and not buckets[position].is_held:
@@ -347,7 +332,7 @@ class WindowProtocol:
             return Closing(Fault.GRAPH)
         lane = message[HEADER_BYTES:]
         self._since_forward |= int.from_bytes(lane, "little")
-        touched, late_flags = lane.translate(_TOUCHED), lane.translate(_LATE)
+        touched, late_flags = lane.translate(IS_TOUCHED), lane.translate(IS_LATE)
         late = indices_of(late_flags)
         order_due = not self.planner.has_learnt
         if self.agreement is Agreement.TRUST:  # what others touched is not known: all that was agreed
@@ -372,7 +357,7 @@ class WindowProtocol:
 
     def unmet(self) -> tuple[int, ...]:
         """Parameters promised by a forward since ``forward_begins`` and touched by nobody since then."""
-        return indices_of(self._since_forward.to_bytes(self._num_params, "little").translate(_UNMET))
+        return indices_of(self._since_forward.to_bytes(self._num_params, "little").translate(IS_UNMET))
 
     def forward_begins(self) -> None:
         """A synchronising forward outside of a backward: what windows before it owed is settled."""

@@ -16,7 +16,7 @@ import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from torch import Tensor
 from . import _torch_private as private
 from .buffers import BufferSync
 from .closing import Closing
-from .comm import Collectives, run
+from .comm import Collectives, raise_first, run
 from .comm_hooks import CommHook
-from .errors import CompiledBackwardError, PeerError, UnfinishedBackwardError, UsageError
+from .errors import UnfinishedBackwardError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
-from .faults import unfinished_message
+from .faults import broken_error, compiled_error, second_backward_error, unfinished_message
 from .flat import dense
 from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
 from .graphs import GraphHistory
@@ -39,7 +39,7 @@ from .plan import Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
 from .stock_reducer import StockReducer
-from .window import LocalBackward, TaskEnd, Window
+from .window import Debt, LocalBackward, TaskEnd, Window
 
 _numbers = itertools.count()
 _no_backward = weakref.ref(LocalBackward())  # dead at once
@@ -83,8 +83,7 @@ class Reducer(Closing, StockReducer):
         self.window: Window | None = None
         self.hook: CommHook | None = None
         self.divisor = comm.world_size  # ranks that take part; fewer where join() is told to count them
-        self.joining = False  # in a join context: each synchronising forward owes one window
-        self.owes_window = False
+        self.debt: Callable[[], Debt | None] = lambda: None  # what is owed in the running join context
         self.last_error = ""
         self._agreement = agreement
         self.number = next(_numbers)
@@ -127,10 +126,11 @@ class Reducer(Closing, StockReducer):
 
     def give_up(self) -> None:
         """Other ranks take over from here: hooks go, and with them a window whose end was never noticed."""
-        self.remove_hooks()
-        if self.window is not None:
-            self.protocol.break_off()
-            self._end(self.window, restore=True)
+        with self.lock:
+            self.remove_hooks()
+            if self.window is not None:
+                self.protocol.break_off()
+                self._end(self.window, restore=True)
 
     # -- forward
 
@@ -149,10 +149,7 @@ class Reducer(Closing, StockReducer):
                 with contextlib.suppress(Exception):  # its end was never noticed; a failed window ends in an error
                     run(self.closing_steps(window, failed=True))
             if self.protocol.phase is Phase.BROKEN:
-                raise PeerError(
-                    f"{self.where} a collective of this wrapper failed or timed out, so ranks may be out of step.\n"
-                    "Fix: restart, or make a new process group and wrap the module again."
-                )
+                raise broken_error(self.where)
             self.forwards.forward_begins()
         if judges:
             self.judge()
@@ -213,7 +210,8 @@ class Reducer(Closing, StockReducer):
         with self.lock:
             if self._is_off:
                 return
-            self._refuse_compiled_backward()
+            if private.in_compiled_backward():
+                raise compiled_error(self.where)
             if self.window is not None:
                 if record.synchronises:
                     self.forwards.visit(record)
@@ -221,22 +219,18 @@ class Reducer(Closing, StockReducer):
                 if torch.is_grad_enabled() and record.synchronises:
                     self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
             elif record.synchronises or self.sync_next:
+                self._settle_debt(pays=False)
                 record.synchronises = True
                 self.forwards.visit(record)
-                _begin_all()
+                try:
+                    _begin_all()
+                except BaseException:
+                    record.visited = record.visited and self.window is not None
+                    raise
             else:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
                 mark = LocalBackward()
                 private.queue_callback(mark)
                 self._local = weakref.ref(mark)
-
-    def _refuse_compiled_backward(self) -> None:
-        if private.in_compiled_backward():
-            raise CompiledBackwardError(
-                f"{self.where} this backward runs under compiled autograd, which defers and reorders the hooks that "
-                "KnownDDP averages gradients in; nothing was sent.\n"
-                "Fix: set torch._dynamo.config.compiled_autograd=False, or call backward inside `with "
-                "torch._dynamo.compiled_autograd._disable():`. torch.compile itself, forward and backward, works."
-            )
 
     def begin_if_reached(self) -> None:
         """Begin a window if the running backward comes through an open forward of this wrapper and goes on to its part.
@@ -245,7 +239,9 @@ class Reducer(Closing, StockReducer):
         backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
         """
         is_reached = self.forwards.is_visited() or (self.forwards.is_reached() and self._nodes.is_reached())
-        if is_reached and self.window is None:  # asked without the lock, which another thread's wrapper may hold
+        if (
+            is_reached and self.window is None and not self._is_off
+        ):  # asked without the lock, which another thread's wrapper may hold
             with self.lock:
                 self._begin()
 
@@ -259,32 +255,44 @@ class Reducer(Closing, StockReducer):
         nested = at_parameter and inside_nested_task()
         guessed = at_parameter and not self.forwards.is_out_of_sight()
         participants = self.forwards.participants()
-        terms = Terms(self.divisor, self.hook)
-        gradients = GradientExchange(self.params, self.comm, self.counters, terms, stood_before or {})
         expected = self.history.expected()
         if expected is None and (self.find_unused or self.history.is_promised):
             expected = self._nodes.foreseen([i for i in self.protocol.unforeseen if self.params.trainable[i]])
         elif expected is None:
             expected = promised_by(participants, len(self.params))
+        terms = Terms(self.divisor, self.hook)
+        gradients = GradientExchange(self.params, self.comm, self.counters, terms, stood_before or {})
         if gradients.elsewhere:
             expected = bytes(e and i not in gradients.elsewhere for i, e in enumerate(expected))
         window = Window(participants, gradients, not at_parameter)
-        TaskEnd.of_running_task().add(self, window)
-        self._open(window, expected, nested=nested, guessed=guessed)
+        with self._breaking_off(window):
+            TaskEnd.of_running_task().add(self, window)
+            self._open(window, expected, nested=nested, guessed=guessed)
         if nested or self.protocol.agreement is not Agreement.UNION:
             self.look_at_opening(window)
             if window.outcome is not None and window.outcome.fault is not None:  # raised now, while nothing was sent
                 run(self.closing_steps(window, failed=False))
 
-    def _settle_debt(self) -> None:
+    @contextlib.contextmanager
+    def _breaking_off(self, window: Window) -> Iterator[None]:
+        """If what is done inside raises, ranks are out of step, but gradients are as they were."""
+        self.window = window
+        try:
+            yield
+        except BaseException:
+            self.protocol.break_off()
+            self._end(window, restore=True)
+            raise
+
+    def _settle_debt(self, *, pays: bool = True) -> None:
         """In a join context a window must be the one that its forward announced: joined ranks wait for that alone."""
-        if self.joining and not self.owes_window:
-            raise UsageError(
-                f"{self.where} a second backward began after one forward inside join().\n"
-                "Why: ranks without inputs take part in one backward for each forward; they would miss this one.\n"
-                "Fix: add the losses and call backward once, or run all but the last forward and backward in no_sync()."
-            )
-        self.owes_window = False
+        if self.protocol.phase is Phase.BROKEN:
+            raise broken_error(self.where)
+        debt = self.debt()
+        if debt is not None and not debt.is_due:
+            raise second_backward_error(self.where)
+        if debt is not None and pays:
+            debt.is_due = False
 
     def _open(
         self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, silent: bool = False
@@ -293,10 +301,10 @@ class Reducer(Closing, StockReducer):
         self.buffers.exchange(apply=False)
         # Joined ranks cannot know declarations that nobody tells them.
         trusts = self._agreement is Agreement.TRUST
-        self.protocol.agreement = Agreement.UNION if trusts and self.joining else self._agreement
+        self.protocol.in_program_order = self.follows_program_order
+        self.protocol.agreement = Agreement.UNION if trusts and self.debt() is not None else self._agreement
         held_back = window.gradients.held_back
         carried = [i for i in self.touched_locally if held_back[i] is not None]
-        self.window = window
         message = self.protocol.begin(
             expected,
             carried,
@@ -316,7 +324,9 @@ class Reducer(Closing, StockReducer):
         on every rank.
         """
         with self.lock:
-            self.owes_window = False
+            debt = self.debt()
+            if debt is not None:
+                debt.is_due = False
             if not self.forwards_begun:
                 self.optimizers.adopt(self.params.live)
             self._read_params()
@@ -325,7 +335,8 @@ class Reducer(Closing, StockReducer):
             window = Window([], gradients, begun_at_output=True, has_graph=False)
             if joined:
                 self.touched_locally.clear()
-            self._open(window, bytes(len(self.params)), silent=True)
+            with self._breaking_off(window):
+                self._open(window, bytes(len(self.params)), silent=True)
             run(self.closing_steps(window, failed=failed))
 
     # -- reduce
@@ -364,7 +375,8 @@ class Reducer(Closing, StockReducer):
         if self._local() is not None or not self.forwards.is_expecting():
             self.touched_locally.add(param_index)
             return False
-        self._refuse_compiled_backward()
+        if private.in_compiled_backward():
+            raise compiled_error(self.where)
         with torch.no_grad():
             before = None if torch.equal(dense(total), dense(grad)) else total - grad
         self._begin(stood_before={param_index: before})
@@ -373,9 +385,14 @@ class Reducer(Closing, StockReducer):
 
 
 def _begin_all() -> None:
-    """In the order of construction, which is the same on all ranks."""
+    """In the order of construction, which is the same on all ranks. One that raises keeps no other from beginning."""
+    errors: list[BaseException] = []
     for reducer in sorted(_reducers.values(), key=lambda one: one.number):
-        reducer.begin_if_reached()
+        try:
+            reducer.begin_if_reached()
+        except BaseException as error:
+            errors.append(error)
+    raise_first(errors)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -49,6 +49,13 @@ class Window:
         return self.early_bytes >= first_cap_bytes
 
 
+@dataclass(slots=True)
+class Debt:
+    """In a join context each synchronising forward owes one window: joined ranks wait for that one alone."""
+
+    is_due: bool = False
+
+
 class Closer(Protocol):
     """Who has a window to close. ``number`` tells the order of construction, the same on all ranks."""
 

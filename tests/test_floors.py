@@ -19,7 +19,7 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 
 # Low to high: a module imports only modules to its left.
 ORDER = [
-    *("errors", "specs", "buckets", "plan", "protocol", "sampling"),
+    *("errors", "specs", "buckets", "plan", "messages", "protocol", "sampling"),
     *("_torch_private", "flat", "outputs", "params", "precision", "nodes"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *(
