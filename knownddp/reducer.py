@@ -96,11 +96,10 @@ class Reducer(Closing, StockReducer):
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
         self._nodes = GradientNodes(len(params), self._on_grad_ready)
         self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
+        self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
-        self.sync_next = False
-        self._is_off = False
-        self.forwards_begun = 0
+        self.sync_next = self._is_off = False
         self._nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
 
@@ -239,9 +238,8 @@ class Reducer(Closing, StockReducer):
         backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
         """
         is_reached = self.forwards.is_visited() or (self.forwards.is_reached() and self._nodes.is_reached())
-        if (
-            is_reached and self.window is None and not self._is_off
-        ):  # asked without the lock, which another thread's wrapper may hold
+        # Asked without the lock, which another thread's wrapper may hold.
+        if is_reached and self.window is None and not self._is_off:
             with self.lock:
                 self._begin()
 
@@ -385,7 +383,7 @@ class Reducer(Closing, StockReducer):
 
 
 def _begin_all() -> None:
-    """In the order of construction, which is the same on all ranks. One that raises keeps no other from beginning."""
+    """In the order of construction, the same on all ranks. One that raises keeps no other from beginning."""
     errors: list[BaseException] = []
     for reducer in sorted(_reducers.values(), key=lambda one: one.number):
         try:
