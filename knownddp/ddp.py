@@ -18,6 +18,7 @@ from .agreement import agree, fix_strides, report_on, tell, warn_of_moved
 from .buffers import BufferHookLocation, BufferSync, broadcast_from, check_writable, named_buffers
 from .comm import Collectives, destroy_retired
 from .errors import DeclarationError, ModelError, PeerError, UsageError
+from .faults import distributed_autograd_error
 from .forwards import ForwardRecord
 from .interface import StockInterface
 from .join import UnevenInputs
@@ -241,6 +242,7 @@ class KnownDDP(StockInterface):
         Raises:
             DeclarationError, UnknownParameterError: ``unused_parameters`` cannot be understood; nothing has run yet.
             UnfinishedBackwardError: the last backward left promised parameters without a gradient on every rank.
+            UsageError: the call is inside ``torch.distributed.autograd.context()``.
         """
         record = self._forward_begins(unused_parameters)
         if self._options.device is not None:
@@ -261,6 +263,8 @@ class KnownDDP(StockInterface):
         # Under ``no_grad`` no backward follows, so nothing is sent.
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if torch.is_grad_enabled() and private.current_graph_task() == private.NO_GRAPH_TASK:
+            if private.in_distributed_autograd():
+                raise distributed_autograd_error(self.reducer.where)
             trains = self.module.training
             if synchronises:
                 self.reducer.check_finished(judges=trains)

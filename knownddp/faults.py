@@ -13,6 +13,7 @@ from .errors import (
     KnownDDPError,
     PeerFailedError,
     RanksDifferError,
+    UsageError,
     shorten,
 )
 from .protocol import Fault
@@ -34,6 +35,16 @@ class Testimony:
 
 def _ranks(which: Sequence[int]) -> str:
     return ("rank " if len(which) == 1 else "ranks ") + ", ".join(map(str, which))
+
+
+def distributed_autograd_error(where: str) -> UsageError:
+    """The exception for a forward or a backward of distributed autograd."""
+    return UsageError(
+        f"{where} this wrapper was called inside torch.distributed.autograd.context(), and KnownDDP leaves distributed "
+        "autograd out.\n"
+        "Why: it puts gradients in its context instead of .grad, where they would stay those of one rank.\n"
+        "Fix: call the model and backward() outside of the context, or wrap the module in DistributedDataParallel."
+    )
 
 
 def error_for(
