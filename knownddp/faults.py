@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,12 @@ def distributed_autograd_error(where: str) -> UsageError:
         "Why: it puts gradients in its context instead of .grad, where they would stay those of one rank.\n"
         "Fix: call the model and backward() outside of the context, or wrap the module in DistributedDataParallel."
     )
+
+
+def warned(error: UsageError) -> UsageError:
+    """``error``, said in a warning too: of an exception, distributed autograd keeps no more than that there was one."""
+    warnings.warn(str(error), stacklevel=3)
+    return error
 
 
 def error_for(

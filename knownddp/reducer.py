@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ from .comm import Collectives, run
 from .comm_hooks import CommHook
 from .errors import PeerError, UnfinishedBackwardError, UsageError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
-from .faults import distributed_autograd_error, unfinished_message
+from .faults import distributed_autograd_error, unfinished_message, warned
 from .flat import dense
 from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
 from .graphs import GraphHistory
@@ -314,9 +313,7 @@ class Reducer(Closing):
             if param is None or is_held_elsewhere(param, window.gradients if window is not None else None):
                 return  # another wrapper averages it in this backward
             if window is None and self._nodes.is_passed_by(param_index):
-                error = distributed_autograd_error(self.where)
-                warnings.warn(str(error), stacklevel=2)  # of an exception that engine keeps no more than that it was
-                raise error
+                raise warned(distributed_autograd_error(self.where))
             if param.grad is None:
                 raise gradient_taken(self.where, self.params.names[param_index])
             if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
