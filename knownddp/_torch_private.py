@@ -27,6 +27,8 @@ ANY_FUTURE = torch._C.Future
 GRAD_BUCKET: type = dist.GradBucket  # type: ignore[attr-defined]
 BuiltinHook = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 
+_rpc = getattr(torch._C, "_distributed_rpc", None)  # a torch may be built without RPC
+
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the innermost running graph task is over; it is dropped unrun if that task raises."""
@@ -55,6 +57,22 @@ def in_compiled_backward() -> bool:
 def current_node() -> Node | None:
     """The node that is being executed, or whose hook is running."""
     return torch._C._current_autograd_node()
+
+
+def rpc_is_running() -> bool:
+    """Whether this process takes part in RPC, without which there is no distributed autograd."""
+    return _rpc is not None and _rpc._is_current_rpc_agent_set()
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is inside a ``torch.distributed.autograd.context()``, its own or that of a remote caller."""
+    if not rpc_is_running():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

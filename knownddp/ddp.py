@@ -17,6 +17,7 @@ from .agreement import tell, warn_of_moved
 from .buffers import BufferHookLocation, check_writable, named_buffers
 from .comm import Collectives
 from .errors import DeclarationError, UsageError
+from .faults import distributed_autograd_error
 from .forwards import ForwardRecord
 from .lifecycle import LifeCycle
 from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
@@ -173,6 +174,7 @@ class KnownDDP(LifeCycle):
         Raises:
             DeclarationError, UnknownParameterError: ``unused_parameters`` cannot be understood; nothing has run yet.
             UnfinishedBackwardError: the last backward left promised parameters without a gradient on every rank.
+            UsageError: the call is inside ``torch.distributed.autograd.context()``.
         """
         record = self._forward_begins(unused_parameters)
         try:
@@ -196,6 +198,8 @@ class KnownDDP(LifeCycle):
         # Under ``no_grad`` no backward follows, so nothing is sent.
         synchronises = self.require_backward_grad_sync and torch.is_grad_enabled()
         if torch.is_grad_enabled() and private.current_graph_task() == private.NO_GRAPH_TASK:
+            if private.in_distributed_autograd():
+                raise distributed_autograd_error(self.reducer.where)
             trains = self.module.training
             joins = self._uneven.is_on(self)
             if synchronises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,22 @@ class Testimony:
 
 def _ranks(which: Sequence[int]) -> str:
     return ("rank " if len(which) == 1 else "ranks ") + ", ".join(map(str, which))
+
+
+def distributed_autograd_error(where: str) -> UsageError:
+    """The exception for a forward or a backward of distributed autograd."""
+    return UsageError(
+        f"{where} this wrapper was called inside torch.distributed.autograd.context(), and KnownDDP leaves distributed "
+        "autograd out.\n"
+        "Why: it puts gradients in its context instead of .grad, where they would stay those of one rank.\n"
+        "Fix: call the model and backward() outside of the context, or wrap the module in DistributedDataParallel."
+    )
+
+
+def warned(error: UsageError) -> UsageError:
+    """``error``, said in a warning too: of an exception, distributed autograd keeps no more than that there was one."""
+    warnings.warn(str(error), stacklevel=3)
+    return error
 
 
 def error_for(

@@ -82,6 +82,14 @@ class GradientNodes:
             foreseen[i] = 1
         return bytes(foreseen)
 
+    def is_passed_by(self, param_index: int) -> bool:
+        """Asked from the node's hook: does distributed autograd call it, in place of the node?
+
+        The engine then does not know of the node. Nor does it if the parameter is itself the root of the backward.
+        """
+        node = self._nodes[param_index]
+        return private.rpc_is_running() and node is not None and not private.will_execute(node)
+
     def is_reached(self) -> bool:
         """Whether the running backward is going to accumulate any of the gradients."""
         try:

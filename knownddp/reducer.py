@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from . import _torch_private as private
+from . import faults
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, raise_first, run
 from .comm_hooks import CommHook
 from .errors import UnfinishedBackwardError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
-from .faults import broken_error, compiled_error, second_backward_error, unfinished_message
 from .flat import dense
 from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
 from .graphs import GraphHistory
@@ -148,7 +148,7 @@ class Reducer(Closing, StockReducer):
                 with contextlib.suppress(Exception):  # its end was never noticed; a failed window ends in an error
                     run(self.closing_steps(window, failed=True))
             if self.protocol.phase is Phase.BROKEN:
-                raise broken_error(self.where)
+                raise faults.broken_error(self.where)
             self.forwards.forward_begins()
         if judges:
             self.judge()
@@ -164,7 +164,7 @@ class Reducer(Closing, StockReducer):
             self.protocol.forward_begins()
         if missing:
             stock_indices = self.params.stock_indices(missing)
-            text = unfinished_message(self.where, self.comm.rank, self.params.names, missing, stock_indices)
+            text = faults.unfinished_message(self.where, self.comm.rank, self.params.names, missing, stock_indices)
             self.last_error = text
             raise UnfinishedBackwardError(text)
 
@@ -210,7 +210,7 @@ class Reducer(Closing, StockReducer):
             if self._is_off:
                 return
             if private.in_compiled_backward():
-                raise compiled_error(self.where)
+                raise faults.compiled_error(self.where)
             if self.window is not None:
                 if record.synchronises:
                     self.forwards.visit(record)
@@ -285,10 +285,10 @@ class Reducer(Closing, StockReducer):
     def _settle_debt(self, *, pays: bool = True) -> None:
         """In a join context a window must be the one that its forward announced: joined ranks wait for that alone."""
         if self.protocol.phase is Phase.BROKEN:
-            raise broken_error(self.where)
+            raise faults.broken_error(self.where)
         debt = self.debt()
         if debt is not None and not debt.is_due:
-            raise second_backward_error(self.where)
+            raise faults.second_backward_error(self.where)
         if debt is not None and pays:
             debt.is_due = False
 
@@ -349,6 +349,8 @@ class Reducer(Closing, StockReducer):
             param, window = self.params.live[param_index], self.window
             if param is None or is_held_elsewhere(param, window.gradients if window is not None else None):
                 return  # another wrapper averages it in this backward
+            if window is None and self._nodes.is_passed_by(param_index):
+                raise faults.warned(faults.distributed_autograd_error(self.where))
             if param.grad is None:
                 raise gradient_taken(self.where, self.params.names[param_index])
             if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
@@ -374,7 +376,7 @@ class Reducer(Closing, StockReducer):
             self.touched_locally.add(param_index)
             return False
         if private.in_compiled_backward():
-            raise compiled_error(self.where)
+            raise faults.compiled_error(self.where)
         with torch.no_grad():
             before = None if torch.equal(dense(total), dense(grad)) else total - grad
         self._begin(stood_before={param_index: before})

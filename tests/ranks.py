@@ -76,11 +76,12 @@ def _check_in_step(rank: int, world_size: int) -> None:
 
 
 class _Pool:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, patience_s: float) -> None:
         self.world_size = world_size
+        self._patience_s = patience_s
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "knownddp"])
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -117,7 +118,7 @@ class _Pool:
                     answers[rank] = ("died", self._processes[rank].exitcode)
             if any(kind in ("died", "raised") for kind, _ in answers):
                 # What peers still say is worth hearing, but not the whole limit.
-                deadline = min(deadline, time.monotonic() + GROUP_TIMEOUT_S + 5)
+                deadline = min(deadline, time.monotonic() + self._patience_s)
         for rank in waiting.values():
             answers[rank] = ("hangs", self._stack(rank))
         return answers
@@ -137,10 +138,12 @@ class _Pool:
         return f"on {self.world_size} ranks\n" + "\n".join(rows)
 
     def stop(self) -> None:
-        for connection, process in zip(self._connections, self._processes, strict=True):
+        for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
-            process.join(2)
+        deadline = time.monotonic() + 2
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            process.join(max(0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -149,15 +152,20 @@ class _Pool:
 
 
 class RankPools:
-    """One pool a world size, started when first asked for."""
+    """One pool a world size, started when first asked for.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: how long peers of a rank that raised may go on, for what they say is worth hearing.
+    """
+
+    def __init__(self, patience_s: float = GROUP_TIMEOUT_S + 5) -> None:
+        self._patience_s = patience_s
         self._pools: dict[int, _Pool] = {}
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         pool = self._pools.get(world_size)
         if pool is None:
-            pool = self._pools[world_size] = _Pool(world_size)
+            pool = self._pools[world_size] = _Pool(world_size, self._patience_s)
         try:
             return pool.run(fn, args)
         except BaseException:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -184,6 +188,49 @@ def test_the_current_node_is_that_of_the_hooked_tensor():
     y.sum().backward()
     assert nodes == [y.grad_fn]
     assert private.current_node() is None
+
+
+# -- distributed autograd: RPC of one process
+
+
+@pytest.fixture
+def _rpc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # RPC's own doing
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    yield
+    rpc.shutdown()
+
+
+def test_without_rpc_there_is_no_distributed_autograd():
+    assert not private.rpc_is_running() and not private.in_distributed_autograd()
+
+
+@pytest.mark.usefixtures("_rpc")
+def test_distributed_autograd_is_known_by_its_context():
+    assert private.rpc_is_running() and not private.in_distributed_autograd()
+    with dist_autograd.context():
+        assert private.in_distributed_autograd()
+    assert not private.in_distributed_autograd()
+
+
+@pytest.mark.usefixtures("_rpc")
+def test_under_distributed_autograd_a_leaf_is_not_executed_yet_its_hook_runs():
+    """The library knows such a backward by that."""
+    param = nn.Parameter(torch.ones(2))
+    node = node_of(param)
+    answers: list[bool] = []
+    node.register_hook(lambda *_: answers.append(private.will_execute(node)))
+    (param * 2).sum().backward()
+    param.grad = None
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [(param * 2).sum()])
+        gradients = dist_autograd.get_gradients(context_id)
+    assert answers == [True, False]
+    assert param.grad is None and gradients[param].tolist() == [2, 2]
 
 
 # -- versions and storage

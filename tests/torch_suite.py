@@ -6,22 +6,25 @@ import argparse
 import ast
 import os
 import re
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from ranks import RankPools, RanksFailed
-from torch_suite_ranks import run_test
+from torch_suite_expected import expected_failures, judge
+from torch_suite_ranks import makes_own_group, run_test
 
 NAME = "DistributedDataParallel"
 WORLD_SIZE = 2
 
 
 @dataclass(frozen=True)
-class Test:
+class TorchTest:
     """One test method, and where it is."""
 
     module: str
@@ -32,7 +35,7 @@ class Test:
         return self.name
 
 
-def find_tests() -> list[Test]:
+def find_tests() -> list[TorchTest]:
     """Every test method in torch's wheel that comes to use the name ``DistributedDataParallel``."""
     root = Path(torch.__file__).parent / "testing"
     found = []
@@ -40,7 +43,7 @@ def find_tests() -> list[Test]:
         source = path.read_text()
         if NAME in source:
             module = ".".join(path.relative_to(root.parent.parent).with_suffix("").parts)
-            found += [Test(module, owner, name) for owner, name in _find_in(ast.parse(source))]
+            found += [TorchTest(module, owner, name) for owner, name in _find_in(ast.parse(source))]
     return found
 
 
@@ -80,7 +83,7 @@ def _uses(start: ast.AST, methods: dict[str, ast.FunctionDef], beside: dict[str,
     return False
 
 
-def ranks_of(test: Test) -> int:
+def ranks_of(test: TorchTest) -> int:
     """How many ranks the test is written for."""
     if test.owner == "DdpUnderDistAutogradTest":
         return 6
@@ -89,18 +92,18 @@ def ranks_of(test: Test) -> int:
     return WORLD_SIZE
 
 
-def uses_rpc(test: Test) -> bool:
-    return not test.module.endswith("distributed_test")
+def uses_rpc(test: TorchTest) -> bool:
+    """RPC leaves traces in a process that the next test sees, so these tests get processes of their own."""
+    return makes_own_group(test.module)
 
 
-def run(pools: RankPools, test: Test, wrapper: str, as_shipped: bool = False) -> tuple[str, str]:
+def run(pools: RankPools, test: TorchTest, wrapper: str, as_shipped: bool = False) -> tuple[str, str]:
     """Run one test: "passed", "failed" or "skipped", and why."""
     n = ranks_of(test)
+    own = RankPools(patience_s=1) if uses_rpc(test) else pools
     with tempfile.TemporaryDirectory() as folder:
         for name in ("barrier", "test_dir", "init_dir"):
             os.mkdir(f"{folder}/{name}")
-        # RPC leaves traces in a process that the next test sees, so its tests get processes of their own.
-        own = RankPools() if uses_rpc(test) else pools
         try:
             rows = own.run(n, run_test, n, test.module, test.owner, test.name, wrapper, as_shipped, folder)
         except RanksFailed as error:
@@ -114,29 +117,38 @@ def run(pools: RankPools, test: Test, wrapper: str, as_shipped: bool = False) ->
     return "passed", ""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wrapper", choices=("stock", "known"), default="known")
-    parser.add_argument("--as-shipped", action="store_true", help="leave GPUs and skips as they are")
+    parser.add_argument("--as-shipped", action="store_true", help="leave GPUs and skips as they are; expect nothing")
     parser.add_argument("-k", default="", help="only tests whose name matches this")
     parser.add_argument("-v", action="store_true", help="say why a test failed")
     args = parser.parse_args()
-    pools = RankPools()
-    counts: dict[str, int] = {}
+    pools, listed = RankPools(), {} if args.as_shipped else expected_failures(args.wrapper)
+    tests = find_tests()
+    unknown = listed.keys() - {test.name for test in tests}
+    counts: Counter[str] = Counter({"unexpected": len(unknown)})
+    for name in sorted(unknown):
+        print(f"unexpected: {name} is listed, and torch has no such test")
     try:
-        for test in find_tests():
+        for test in tests:
             if not re.search(args.k, test.name):
                 continue
             begin = time.monotonic()
             kind, why = run(pools, test, args.wrapper, args.as_shipped)
-            counts[kind] = counts.get(kind, 0) + 1
-            print(f"{kind:8} {time.monotonic() - begin:5.1f} s  {test}", flush=True)
-            if args.v and why:
+            verdict = kind if args.as_shipped else judge(kind, why, listed.get(test.name))
+            counts[verdict] += 1
+            note = f" ({kind})" if verdict == "unexpected" else ""
+            print(f"{verdict:10} {time.monotonic() - begin:5.1f} s  {test}{note}", flush=True)
+            if verdict == "as listed":
+                print(f"{'':20}{listed[test.name]}")
+            if why and (args.v or verdict == "unexpected"):
                 print(why, flush=True)
     finally:
         pools.stop()
-    print(counts)
+    print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    return 1 if counts["unexpected"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import os
 import sys
+import tempfile
 import traceback
 import types
 import unittest
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch_suite_shims import gpus_are_cpus, nothing_is_skipped
+from torch_suite_stand_ins import stand_ins
 from torch_suite_syncbn import with_constants
 
 from knownddp import KnownDDP
@@ -58,6 +60,8 @@ def run_test(
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _as_found():
         kind, why = _run(rank, world_size, module, owner, test, WRAPPERS[wrapper], as_shipped, folder)
     why = f"{why}\n{said.getvalue()[-3000:]}" if kind == "failed" else why
+    if kind == "failed" and makes_own_group(module):
+        raise RuntimeError(why)  # at once: peers may wait for this rank in vain, and the processes are of no more use
     _leave_groups()
     try:
         _join_group(rank, world_size, f"{folder}/store_after", limit_s=GROUP_TIMEOUT_S if kind == "passed" else 5)
@@ -75,8 +79,7 @@ def _run(
     loaded = _load(module, as_shipped)
     case = _case(loaded, owner)(test)
     case.rank, case.file_name = rank, f"{folder}/file"
-    makes_own_group = "rpc" in module or "autograd" in module
-    if not makes_own_group:
+    if not makes_own_group(module):
         limit_s = loaded.CUSTOM_PG_TIMEOUT.get(test, GROUP_TIMEOUT_S)
         _join_group(rank, world_size, f"{folder}/store", limit_s)
         loaded.Barrier.barrier_id = 0
@@ -84,15 +87,17 @@ def _run(
     common_utils.set_rng_seed()
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(tempfile, "tempdir", folder))
             stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", wrapper))
             stack.enter_context(mock.patch.object(loaded, "DistributedDataParallel", wrapper, create=True))
             if not as_shipped:
+                stack.enter_context(stand_ins(case, test, wrapper))
                 stack.enter_context(gpus_are_cpus(wrapper))
                 if test in SMALLER:
                     method = with_constants(getattr(loaded.DistributedTest._DistTestBase, test), SMALLER[test])
                     stack.enter_context(mock.patch.object(case, test, types.MethodType(method, case)))
             getattr(case, test)()
-            if not makes_own_group:
+            if not makes_own_group(module):
                 case._barrier()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
@@ -101,6 +106,11 @@ def _run(
     except Exception:
         return "failed", traceback.format_exc()
     return "passed", ""
+
+
+def makes_own_group(module: str) -> bool:
+    """Whether the tests of a module call ``init_process_group`` themselves, beside RPC."""
+    return "rpc" in module or "autograd" in module
 
 
 @functools.cache

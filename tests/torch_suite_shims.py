@@ -56,9 +56,14 @@ def _stays(self: Any, *_args: Any, **_kwargs: Any) -> Any:
     return self
 
 
+def _always(value: Any) -> Callable[..., Any]:
+    """A function of anything. A new one each time: torch.compile wants no two of torch's functions the same."""
+    return lambda *_args, **_kwargs: value
+
+
 def _nothing() -> Callable[..., None]:
-    """Something to call in vain. A new one each time: torch.compile wants no two of torch's functions the same."""
-    return lambda *_args, **_kwargs: None
+    """Something to call in vain."""
+    return _always(None)
 
 
 class _Stream:
@@ -120,14 +125,14 @@ def gpus_are_cpus(wrapper: type[nn.Module], n_gpus: int = 8) -> Iterator[None]:
         mock.patch.object(nn.Module, "cuda", _stays),
         mock.patch.object(torch.cuda, "set_device", _nothing()),
         mock.patch.object(torch.cuda, "synchronize", _nothing()),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(torch.cuda, "device_count", lambda: n_gpus),
+        mock.patch.object(torch.cuda, "current_device", _always(0)),
+        mock.patch.object(torch.cuda, "device_count", _always(n_gpus)),
         mock.patch.object(torch.cuda, "Stream", type("Stream", (_Stream,), {})),
-        mock.patch.object(torch.cuda, "stream", lambda _stream: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "stream", _always(contextlib.nullcontext())),
         mock.patch.object(torch, "device", _Device),
         mock.patch.object(torch, "Stream", type("Stream", (_Stream,), {})),
         mock.patch.object(torch, "Event", type("Event", (_Stream,), {})),
-        mock.patch.object(torch.accelerator, "current_stream", lambda: _Stream()),
+        mock.patch.object(torch.accelerator, "current_stream", _always(_Stream())),
         mock.patch.object(device_mesh, "init_device_mesh", _mesh(device_mesh.init_device_mesh)),
         mock.patch.object(wrapper, "__init__", _without_device_ids(wrapper.__init__)),
         *(mock.patch.object(torch, name, _makes(getattr(torch, name))) for name in FACTORIES),

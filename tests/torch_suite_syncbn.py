@@ -96,6 +96,10 @@ def with_constants(function: Any, instead: dict[Any, Any]) -> Any:
     return functools.update_wrapper(changed, function)
 
 
+def _accept(_wrapper: nn.Module, _module: nn.Module) -> None:
+    pass
+
+
 def sync_batch_norm_patches(wrapper: type[nn.Module]) -> list[Any]:
     """Patches that give ``SyncBatchNorm`` these kernels, and let ``wrapper`` and it accept the CPU."""
     patches = [
@@ -107,5 +111,5 @@ def sync_batch_norm_patches(wrapper: type[nn.Module]) -> list[Any]:
         mock.patch.object(nn.SyncBatchNorm, "forward", with_constants(nn.SyncBatchNorm.forward, {"xpu": "cpu"})),
     ]
     if hasattr(wrapper, "_passing_sync_batchnorm_handle"):
-        patches.append(mock.patch.object(wrapper, "_passing_sync_batchnorm_handle", lambda _self, _module: None))
+        patches.append(mock.patch.object(wrapper, "_passing_sync_batchnorm_handle", _accept))
     return patches
