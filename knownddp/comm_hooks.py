@@ -111,8 +111,8 @@ class HookedWork:
         is_alike = result.shape == self._flat.shape if self._flat.is_sparse else result.numel() == self._flat.numel()
         if not is_alike or result.is_complex() != self._flat.is_complex():
             raise CommHookError(
-                f"the communication hook {self._name} returned {list(result.shape)} {result.dtype} for a bucket of "
-                f"{list(self._flat.shape)} {self._flat.dtype}."
+                f"the communication hook {self._name} returned {result.numel()} elements for a bucket of "
+                f"{self._flat.numel()} ({list(result.shape)} {result.dtype} for {self._flat.dtype})."
             )
         if self._flat.is_sparse:
             self._means = [result if result is self._flat else result.detach().clone()]

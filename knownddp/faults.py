@@ -16,6 +16,7 @@ from .errors import (
     PeerError,
     PeerFailedError,
     RanksDifferError,
+    UnfinishedBackwardError,
     UsageError,
     shorten,
 )
@@ -145,14 +146,14 @@ def _graph_changed(where: str, told: Sequence[Testimony], stock_indices: Sequenc
     )
 
 
-def unfinished_message(
+def unfinished_error(
     where: str, rank: int, names: Sequence[str], missing: Sequence[int], stock_indices: Sequence[int]
-) -> str:
-    """The text of UnfinishedBackwardError; it keeps the phrases that DistributedDataParallel's users search for.
+) -> UnfinishedBackwardError:
+    """Promises were not kept; the text keeps the phrases that DistributedDataParallel's users search for.
 
     ``stock_indices`` are the numbers by which DistributedDataParallel would call the ``missing`` parameters.
     """
-    return (
+    return UnfinishedBackwardError(
         f"{where} Expected to have finished reduction in the prior iteration before starting a new "
         f"one: {len(missing)} of {len(names)} parameters were expected to receive a gradient and received none on any "
         f"rank ({shorten([names[i] for i in missing])}). All other gradients of that backward were averaged.\n"

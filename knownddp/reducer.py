@@ -1,6 +1,5 @@
-"""The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's.
-
-This is the first half of a window, up to the end of the backward; ``closing.py`` is the second.
+"""The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's. Here is the first half
+of a window, up to the end of the backward; ``closing.py`` is the second.
 
 One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
 accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go ->
@@ -27,7 +26,6 @@ from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, raise_first, run
 from .comm_hooks import CommHook
-from .errors import UnfinishedBackwardError
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .flat import dense
 from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
@@ -164,9 +162,9 @@ class Reducer(Closing, StockReducer):
             self.protocol.forward_begins()
         if missing:
             stock_indices = self.params.stock_indices(missing)
-            text = faults.unfinished_message(self.where, self.comm.rank, self.params.names, missing, stock_indices)
-            self.last_error = text
-            raise UnfinishedBackwardError(text)
+            error = faults.unfinished_error(self.where, self.comm.rank, self.params.names, missing, stock_indices)
+            self.last_error = str(error)
+            raise error
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward, reading the parameters as they are now."""
