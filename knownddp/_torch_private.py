@@ -241,6 +241,12 @@ def in_backward_optimizers(param: torch.Tensor) -> list[torch.optim.Optimizer]:
     return getattr(param, "_in_backward_optimizers", [])
 
 
+def count_in_backward_hooks() -> int:
+    """How many parameters of this process have an optimizer that steps in backward."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return len(module.param_to_optim_hook_handle_map) if module is not None else 0
+
+
 def remove_in_backward_hooks(param: torch.Tensor) -> None:
     """Take off the hooks by which they would step as soon as the gradient is accumulated."""
     # Imported late: it loads every functional optimizer.

@@ -120,7 +120,12 @@ class Closing:
         graph = self._graph_of(window)
         changed = window.has_graph and not failed and self.history.breaks_promise(graph)
         work, message = self.combine(protocol.close(self._promised(window), failed=failed, changed=changed))
-        yield work
+        try:
+            yield work
+        except Exception as lost:
+            if own_error is not None:  # the cause: a hook that raised where peers still wait for its collective, say
+                raise own_error from lost
+            raise
         gradients.wait()
         closing = protocol.closed(message.numpy().tobytes())
         fault = closing.fault if closing.fault is not Fault.TRUST else None

@@ -52,6 +52,7 @@ class UnevenInputs:
         self._buffers = buffers
         self._context: weakref.ref[KnownJoinHook] | None = None
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []  # what stood in .grad when this rank joined
+        self._touched: set[int] = set()  # and which of it no_sync had accumulated
         self.was_used = False
         _all.add(self)
 
@@ -64,6 +65,8 @@ class UnevenInputs:
     def leave(self) -> None:
         """The context is over."""
         self._context = None
+        self.reducer.divisor = self._comm.world_size
+        self._buffers.source = 0
 
     @property
     def _hook(self) -> KnownJoinHook | None:
@@ -144,6 +147,7 @@ class UnevenInputs:
         hook.is_enabled = True
         if not self._set_aside:
             self._set_aside = [(p, p.grad) for p in self._params.live if p is not None]
+            self._touched = set(self.reducer.touched_locally)
         for param, _ in self._set_aside:
             param.grad = None  # what this window does not touch must not be stepped with the mean of an earlier one
         try:
@@ -163,7 +167,9 @@ class UnevenInputs:
         """``.grad`` is as it was when this rank joined."""
         for param, grad in self._set_aside:
             param.grad = grad
+        self.reducer.touched_locally |= self._touched
         self._set_aside.clear()
+        self._touched = set()
 
     def _announce(
         self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, trains: bool = False

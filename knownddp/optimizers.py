@@ -18,9 +18,14 @@ class BackwardOptimizers:
 
     def __init__(self) -> None:
         self._has_any = False
+        self._known = 0  # how many parameters of the process had such an optimizer when this last looked
 
     def adopt(self, live: Sequence[nn.Parameter | None]) -> None:
-        """Take over those of the managed parameters."""
+        """Take over those of the managed parameters, if any was attached since the last call."""
+        known = private.count_in_backward_hooks()
+        if known == self._known:
+            return
+        self._known = known
         for param in live:
             if param is not None and private.in_backward_optimizers(param):
                 private.remove_in_backward_hooks(param)

@@ -119,7 +119,7 @@ class Reducer(Closing, StockReducer):
     def take_over(self, old: Reducer) -> None:
         """Go on with what ``old``, of the same parameters, knew that does not depend on the ranks."""
         self.hook, self.counters, self.forwards_begun = old.hook, old.counters, old.forwards_begun
-        self.touched_locally = old.touched_locally
+        self.touched_locally, self.history, self.optimizers = old.touched_locally, old.history, old.optimizers
 
     def give_up(self) -> None:
         """Other ranks take over from here: hooks go, and with them a window whose end was never noticed."""
@@ -168,8 +168,7 @@ class Reducer(Closing, StockReducer):
 
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward, reading the parameters as they are now."""
-        if not self.forwards_begun:
-            self.optimizers.adopt(self.params.live)
+        self.optimizers.adopt(self.params.live)
         self.forwards_begun += 1
         self._read_params()
         trainable = self.params.trainable
@@ -323,8 +322,7 @@ class Reducer(Closing, StockReducer):
             debt = self.debt()
             if debt is not None:
                 debt.is_due = False
-            if not self.forwards_begun:
-                self.optimizers.adopt(self.params.live)
+            self.optimizers.adopt(self.params.live)
             self._read_params()
             terms = Terms(self.divisor, self.hook, contributes=not joined)
             gradients = GradientExchange(self.params, self.comm, self.counters, terms, {})

@@ -42,7 +42,6 @@ _PARAM_NAMES = Reason(
     "no use for",
     "no attribute '_build_params_for_reducer'",
 )
-_PRECISION = Reason("mixed_precision is not implemented", "torch.float32 != torch.float16")
 
 OWN = {
     "known": {
@@ -58,10 +57,6 @@ OWN = {
             "checks nothing but the attributes _mp_param and _fp_param, which stock gives the parameters that it casts",
             "no attribute '_mp_param'",
         ),
-        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": _PRECISION,
-        "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": _PRECISION,
-        "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": _PRECISION,
-        "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": _PRECISION,
         "test_ddp_profiling_autograd_profiler": _PROFILE,
         "test_ddp_profiling_torch_profiler": _PROFILE,
         "test_compute_bucket_assignment_by_size_sparse_error_with_logger": Reason(
