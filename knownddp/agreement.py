@@ -108,9 +108,12 @@ def agree(comm: Collectives, mine: ModelReport) -> ModelReport:
 
 
 def _differences(theirs: Sequence[TensorReport], ours: Sequence[TensorReport]) -> list[str]:
-    found = [f"[{a}] against [{b}]" for a, b in zip(theirs, ours, strict=False) if a != b]
-    for more, word in ((theirs[len(ours) :], "only on rank 0"), (ours[len(theirs) :], "missing on rank 0")):
-        found += [f"[{a}] {word}" for a in more]
+    first, other = ({one.name: one for one in some} for some in (theirs, ours))
+    found = [f"[{a}] against [{other[n]}]" for n, a in first.items() if n in other and other[n] != a]
+    found += [f"[{a}] only on rank 0" for n, a in first.items() if n not in other]
+    found += [f"[{b}] missing on rank 0" for n, b in other.items() if n not in first]
+    if not found and tuple(first) != tuple(other):
+        found = ["the same names in another order"]
     return found
 
 

@@ -142,6 +142,9 @@ class Closing:
             finally:
                 del own_error, error  # else a cycle through the traceback keeps the model alive
         gradients.hand_back(closing.touched, closing.late)
+        self.counters.bytes_skipped -= sum(  # sent after all
+            self.params.specs[i].nbytes for i in closing.late if self.params.trainable[i] and not protocol.agreed[i]
+        )
         if closing.fault is Fault.TRUST:
             gradients.keep_late_ones_local(closing.late)
         if closing.order_due:

@@ -98,8 +98,11 @@ def gather_options(
     precision = choose_precision(mixed_precision)
     if reduce_dtype is None and precision is not None:
         reduce_dtype = precision.reduce_dtype
-    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise ArgumentError(f"reduce_dtype must be a real floating-point dtype, got {reduce_dtype}")
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise ArgumentError(
+            f"reduce_dtype must be a real floating-point dtype, got {reduce_dtype!r}.\n"
+            "Fix: a torch.dtype, such as torch.float32 or torch.bfloat16."
+        )
     try:
         agreement = Agreement(unused_agreement)
     except ValueError:
@@ -177,6 +180,11 @@ def choose_device(module: nn.Module, device_ids: Sequence[Any] | None, output_de
         NotImplementedError: several devices.
         ArgumentError: a device that the module is not on.
     """
+    if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
+        raise ArgumentError(
+            f"device_ids takes a list of devices, got {device_ids!r}.\n"
+            f"Fix: device_ids=[{device_ids!r}], or leave it out."
+        )
     if not device_ids:
         if output_device is not None:
             raise ArgumentError(f"output_device={output_device!r} needs device_ids")
@@ -216,6 +224,8 @@ def refuse_own_unused_argument(module: nn.Module) -> None:
     Raises:
         ArgumentError: with the way out.
     """
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"KnownDDP wraps a torch.nn.Module, got {type(module).__name__}.")
     if isinstance(module, DistributedDataParallel):
         return  # a wrapper in a wrapper: the outer one has nothing to reduce, and nothing to declare
     try:

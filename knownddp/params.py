@@ -230,7 +230,8 @@ class ManagedParams:
             else:
                 raise DeclarationError(
                     "unused_parameters may hold parameters, modules and names, "
-                    f"not {type(entry).__name__}: {entry!r:.80}"
+                    f"not {type(entry).__name__}: {entry!r:.80}.\n"
+                    "Fix: for number 1 of a ModuleList called blocks give model.module.blocks[1] or 'blocks.1'."
                 )
         if partly:
             found |= {i for i, places in enumerate(self._places) if len(places) > 1 and partly.issuperset(places)}

@@ -188,7 +188,8 @@ def test_a_module_that_one_rank_cannot_wrap_raises_on_every_rank(ranks, unfit, o
 def _bad_argument(rank: int, name: str, value: Any, kind: type[Exception], odd: int | None) -> str:
     is_odd = odd is None or rank == odd
     arguments = {name: value} if is_odd else {}
-    message = raises_everywhere(lambda: KnownDDP(_plain(), **arguments), kind if is_odd else PeerError)
+    arguments.setdefault("module", _plain())
+    message = raises_everywhere(lambda: KnownDDP(**arguments), kind if is_odd else PeerError)
     _a_correct_wrapper_works(rank)
     return message
 
@@ -200,6 +201,10 @@ BAD = [
     ("unused_agreement", "maybe", "'union', 'same', 'trust'"),
     ("process_group", "gloo", "process_group must be a ProcessGroup"),
     ("device_ids", [0, 1], "device_ids"),
+    ("device_ids", 0, "device_ids=[0]"),
+    ("device_ids", "cpu", "device_ids=['cpu']"),
+    ("reduce_dtype", "float32", "torch.float32"),
+    ("module", iter(()), "torch.nn.Module"),
     ("output_device", 0, "needs device_ids"),
 ]
 

@@ -321,8 +321,8 @@ def _late_by_hand(rank: int) -> tuple[list[float | None], int, int]:
 
 
 def test_a_late_gradient_of_one_rank_costs_its_bytes_and_no_others(ranks):
-    """x is 6 and 12. a: (6 + 12) / 2; b, on rank 1 alone: 12 / 2. Sent: a and, late, b; left out at first: b and c."""
-    assert ranks(2, _late_by_hand) == [([9.0, 6.0, None], 8, 8)] * 2
+    """x is 6 and 12. a: (6 + 12) / 2; b, on rank 1 alone: 12 / 2. Sent: a and, late, b; left out: c."""
+    assert ranks(2, _late_by_hand) == [([9.0, 6.0, None], 8, 4)] * 2
 
 
 def _late_joins(rank: int) -> list[float | None]:
