@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -73,10 +74,16 @@ class OutputSource:
 
 
 class ForwardLog:
-    """The synchronising forwards that have not had their backward yet. Those of dropped outputs just vanish."""
+    """The synchronising forwards that have not had their backward yet. Those of dropped outputs just vanish.
 
-    def __init__(self, is_own_leaf: Callable[[Tensor], bool]) -> None:
+    Args:
+        is_own_leaf: whether a tensor is a managed parameter.
+        on_grad: see ``report_to``.
+    """
+
+    def __init__(self, is_own_leaf: Callable[[Tensor], bool], on_grad: Callable[[ForwardRecord], None]) -> None:
         self._is_own_leaf = is_own_leaf
+        self.report_to(on_grad)
         self._alive: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
         self._kept: deque[ForwardRecord] = deque(maxlen=MAX_KEPT)
         self._running: list[ForwardRecord] = []
@@ -122,8 +129,12 @@ class ForwardLog:
         record.declared = record.declared.union(declared)
         return True
 
-    def watch(self, output: object, record: ForwardRecord, on_grad: Callable[[OutputSource, Tensor], None]) -> None:
-        """Call ``on_grad`` when the gradient of a tensor in ``output`` is known.
+    def report_to(self, on_grad: Callable[[ForwardRecord], None]) -> None:
+        """From now on call this bound method, held weakly, when the gradient of a watched output is known."""
+        self.on_grad = weakref.WeakMethod(on_grad)
+
+    def watch(self, output: object, record: ForwardRecord) -> None:
+        """Report when the gradient of a tensor in ``output`` is known.
 
         What cannot be hooked (nothing was found, or a managed parameter itself) is out of sight, as is a part of
         ``output`` that cannot be looked into; the record is then kept, and a parameter's own hook will tell.
@@ -137,7 +148,7 @@ class ForwardLog:
                 is_hidden = True
                 continue
             watched = True
-            hook = functools.partial(on_grad, OutputSource(tensor, record))
+            hook = functools.partial(_on_output_grad, weakref.ref(self), OutputSource(tensor, record))
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
             if tensor.is_leaf:  # the user's own tensor, which would collect hooks from call to call
                 self._leaf_hooks = [(leaf, h) for leaf, h in self._leaf_hooks if leaf() is not None]
@@ -222,6 +233,14 @@ class ForwardLog:
             if record.was_closed and not record.is_running:
                 self._kept.remove(record)
                 self._alive.discard(record)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _on_output_grad(log: weakref.ref[ForwardLog], source: OutputSource, _: Tensor) -> None:
+    alive = log()
+    report = alive.on_grad() if alive is not None else None
+    if report is not None:
+        report(source.record)
 
 
 def declared_by_all(records: Sequence[ForwardRecord]) -> frozenset[int]:

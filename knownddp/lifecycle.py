@@ -120,9 +120,8 @@ class LifeCycle(StockInterface):
         """Average over other ranks from now on: fewer, more, or the same after their group was made anew.
 
         Communicates nothing until the next backward, so all members must hold equal models, and the same gradients or
-        none; where models may differ, wrap again. What ``no_sync`` accumulated is averaged over the new ranks. On a
-        rank that is not a member the wrapper stays as it is. Call it between steps: the backward
-        of a forward made before stays on its rank.
+        none; where models may differ, wrap again. The backward of a forward made before, and what ``no_sync``
+        accumulated, is averaged over the new ranks. On a rank that is not a member the wrapper stays as it is.
         """
         if not isinstance(new_process_group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
             return

@@ -10,7 +10,6 @@ came is sent as zeros, CLOSE is exchanged, means are handed back, and a late rou
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import weakref
@@ -28,7 +27,7 @@ from .comm import Collectives, raise_first, run
 from .comm_hooks import CommHook
 from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
 from .flat import dense
-from .forwards import ForwardLog, ForwardRecord, OutputSource, declared_by_all, promised_by
+from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
 from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
@@ -93,7 +92,7 @@ class Reducer(Closing, StockReducer):
         self.planner.hold(delayed)
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
         self._nodes = GradientNodes(len(params), self._on_grad_ready)
-        self.forwards = ForwardLog(is_own_leaf=lambda t: params.index_of(t) is not None)
+        self.forwards = ForwardLog(lambda t: params.index_of(t) is not None, self.on_output_grad)
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
@@ -120,6 +119,8 @@ class Reducer(Closing, StockReducer):
         """Go on with what ``old``, of the same parameters, knew that does not depend on the ranks."""
         self.hook, self.counters, self.forwards_begun = old.hook, old.counters, old.forwards_begun
         self.touched_locally, self.history, self.optimizers = old.touched_locally, old.history, old.optimizers
+        self.forwards = old.forwards
+        self.forwards.report_to(self.on_output_grad)
 
     def give_up(self) -> None:
         """Other ranks take over from here: hooks go, and with them a window whose end was never noticed."""
@@ -188,7 +189,7 @@ class Reducer(Closing, StockReducer):
         expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
         self.forwards.end(record, is_over=not expects_backward)
         if expects_backward:
-            self.forwards.watch(output, record, functools.partial(_on_output_grad, weakref.ref(self)))
+            self.forwards.watch(output, record)
 
     def statistics(self) -> ReducerStatistics:
         """A snapshot of the counters."""
@@ -356,9 +357,12 @@ class Reducer(Closing, StockReducer):
                 return
             window.gradients.note(param_index, grad)
             self.launch(window, self.protocol.ready(param_index))
-            nbytes, in_program_order = self.params.specs[param_index].nbytes, self.follows_program_order
-            if window.may_look_at_opening(nbytes, self._limits[0], in_program_order=in_program_order):
+            if window.opening is not None and self._may_look_at(window, param_index):
                 self.look_at_opening(window)
+
+    def _may_look_at(self, window: Window, param_index: int) -> bool:
+        nbytes, in_order = self.params.specs[param_index].nbytes, self.protocol.in_program_order
+        return window.may_look_at_opening(nbytes, self._limits[0], in_program_order=in_order)
 
     def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.
@@ -389,10 +393,3 @@ def _begin_all() -> None:
         except BaseException as error:
             errors.append(error)
     raise_first(errors)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _on_output_grad(reducer: weakref.ref[Reducer], source: OutputSource, _: Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.on_output_grad(source.record)

@@ -197,6 +197,18 @@ def test_optimizers_in_backward_step_by_the_mean_whenever_they_were_attached(ran
     assert ranks(2, _optimizers_move, attached) == [([-8.0, -8.0], [None, None])] * 2
 
 
+def _moves_between(rank: int) -> list[float | None]:
+    _, model = make(lambda: Scales("a", "b"))
+    output = model(_x(rank), use="a b")
+    model._update_process_group(dist.group.WORLD)
+    output.backward()
+    return grads_of(model)
+
+
+def test_the_backward_of_a_forward_before_a_move_is_averaged(ranks):
+    assert ranks(2, _moves_between) == [[9.0, 9.0]] * 2
+
+
 def _numbers_after_a_move(rank: int) -> tuple[list[tuple[int, tuple[int, ...]]], bool]:
     torch.manual_seed(0)
     model = KnownDDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), bucket_cap_mb=1e-5)
