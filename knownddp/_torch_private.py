@@ -242,9 +242,9 @@ def in_backward_optimizers(param: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 
 def count_in_backward_hooks() -> int:
-    """How many parameters of this process have an optimizer that steps in backward."""
+    """How many optimizers of this process were made to step in backward."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    return len(module.param_to_optim_hook_handle_map) if module is not None else 0
+    return sum(map(len, module.param_to_optim_hook_handle_map.values())) if module is not None else 0
 
 
 def remove_in_backward_hooks(param: torch.Tensor) -> None:

@@ -174,6 +174,10 @@ class UnevenInputs:
     def _announce(
         self, hook: KnownJoinHook, *, active: bool, synchronises: bool = False, trains: bool = False
     ) -> Announcement:
+        """Tell what this rank is about to do, and learn what any rank is: flags, combined by MAX, then one a rank.
+
+        Sets the divisor and the rank whose buffers count.
+        """
         mine = [
             active and synchronises,
             active and not synchronises,
@@ -183,7 +187,7 @@ class UnevenInputs:
         message = torch.tensor([*map(int, mine), *(0 for _ in range(self._comm.world_size))])
         message[len(mine) + self._comm.rank] = int(active)
         self._comm.combine_max(message).wait()
-        does, does_not, trains, has_exchanged, *flags = map(bool, message.tolist())
+        does, does_not, any_trains, has_exchanged, *flags = map(bool, message.tolist())
         still_active = [rank for rank, flag in enumerate(flags) if flag]
         if does and does_not:
             raise RanksDifferError(
@@ -193,7 +197,7 @@ class UnevenInputs:
         # Where a rank exchanged before the context began, others are still to answer, to rank 0.
         self._buffers.source = 0 if has_exchanged else max(still_active)
         self.reducer.divisor = self._comm.world_size if hook.divides_by_initial else len(still_active)
-        return Announcement(does, trains)
+        return Announcement(does, any_trains)
 
     def finish(self, *, is_last_joiner: bool) -> int:
         """All ranks have joined: take over the model of the highest one that was among the last. Returns that rank."""

@@ -18,7 +18,7 @@ class BackwardOptimizers:
 
     def __init__(self) -> None:
         self._has_any = False
-        self._known = 0  # how many parameters of the process had such an optimizer when this last looked
+        self._known = 0  # how many such optimizers the process had when this last looked
 
     def adopt(self, live: Sequence[nn.Parameter | None]) -> None:
         """Take over those of the managed parameters, if any was attached since the last call."""
