@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -377,3 +378,59 @@ def _undivided_sum(rank: int) -> list[float]:
 def test_the_reducer_sums_a_bucket_on_request(ranks):
     """6 + 12"""
     assert ranks(2, _undivided_sum) == [[18.0]] * 2
+
+
+# -- a hook on a group that the backward itself communicates on
+
+
+class _Exchanges(torch.autograd.Function):
+    """The identity; its backward sums the gradient over ranks on the default group, as SyncBatchNorm's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Exchanging(nn.Module):
+    """a and b, each behind an exchange; one of them may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(n)) for n in (2, 3))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        for name, param in (("a", self.a), ("b", self.b)):
+            x = _Exchanges.apply(x * param.sum() if name in use else x)
+        return x
+
+
+def _beside_the_backwards_own_collectives(rank: int, find: bool) -> list[list[list[float] | None]]:
+    _, model = make(_Exchanging, bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=find)
+    model.register_comm_hook(None, averaged)
+    found = []
+    for use in ("ab", "ab", "a" if rank == 0 else "b", "b" if rank == 0 else "a"):
+        model.zero_grad()
+        unused = [] if find else [name for name in "ab" if name not in use]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r".*declared different unused parameters", UserWarning)
+            model(torch.ones((), requires_grad=True), use, unused_parameters=unused).backward()
+        found.append([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_a_hook_may_share_a_group_with_the_backward_where_ranks_use_different_layers(ranks, find):
+    """x is 1 and the sums of a and b are 2 and 3. Each exchange doubles the gradient 1 of the loss on 2 ranks.
+
+    All used: d a = 3 * 2 * 2 = 12 and d b = 2 * 2 = 4 on both ranks. One used by each: the gradient that comes to a is
+    the sum over ranks of 2 * 1 (where b is left out) and 2 * 3 (where it is not), 8 on rank 0; that of b is 2, with x
+    unchanged before it. Half of each, from its one user: 4 and 1.
+    """
+    both, one = [[12.0] * 2, [4.0] * 3], [[4.0] * 2, [1.0] * 3]
+    assert ranks(2, _beside_the_backwards_own_collectives, find) == [[both, both, one, one]] * 2

@@ -148,6 +148,24 @@ def test_a_rank_does_not_wait_for_what_it_does_not_expect_itself():
     assert first.launched == second.launched == [0, 1, 2, 3]
 
 
+def test_in_program_order_nothing_is_launched_early_where_ranks_expect_different_gradients():
+    """Of the same parts rank 1 would launch buckets 0 to 2 at once, and rank 0 as its gradients come."""
+    ranks = group()
+    for one in ranks:
+        one.in_program_order = True
+    for outcome in window(ranks, [Part(declared=[3], expected=[0, 1, 2]), Part(declared=[0, 1, 2], expected=[3])]):
+        assert (outcome.opening.launch, outcome.early) == (range(0), 0)
+        assert outcome.launched == [0, 1, 2, 3]
+
+
+def test_in_program_order_buckets_go_as_they_fill_where_ranks_expect_the_same():
+    ranks = group()
+    for one in ranks:
+        one.in_program_order = True
+    for outcome in window(ranks, [Part(expected=[0, 1], declared=[2, 3])] * 2):
+        assert (outcome.launched, outcome.early) == ([0, 1], 2)
+
+
 # -- agreement
 
 
