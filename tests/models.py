@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,18 @@ class Scales(nn.Module):
         for name in use.split():
             total = total + getattr(self, name) * x
         return total
+
+
+class Fails(torch.autograd.Function):
+    """``Fails.apply(x)`` is x; its backward raises ArithmeticError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
 
 
 def make(build: Callable[[], nn.Module] = Skippable, **options: object) -> tuple[nn.Module, KnownDDP]:

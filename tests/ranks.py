@@ -178,5 +178,28 @@ class RankPools:
         self._pools.clear()
 
 
+def run_processes(target: Callable[..., None], world_size: int, *args: Any) -> list[Any]:
+    """What ``target(rank, *args, answer)`` sends through the connection ``answer``, by rank, in processes of their own.
+
+    For tasks that need a default process group made by themselves.
+    """
+    context = multiprocessing.get_context("forkserver")
+    started, answers = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(rank, *args, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        started.append(process)
+        answers.append(ours)
+    try:
+        assert all(one.poll(START_LIMIT_S) for one in answers), "a rank hangs"
+        return [one.recv() for one in answers]
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
 if sys.platform != "linux":  # pragma: no cover
     raise RuntimeError("the tests bind gloo to the interface 'lo'")

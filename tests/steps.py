@@ -67,6 +67,18 @@ def follow(
     optimizer.step()
 
 
+def trains_like_one_process(
+    plain: nn.Module, model: KnownDDP, rank: int, ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer
+) -> None:
+    """Three steps with ``ours`` (of ``model``), compared with those of one process with ``theirs`` (of ``plain``)."""
+    for step in range(3):
+        ours.zero_grad()
+        square_loss(model, rank, step).backward()
+        ours.step()
+        follow(plain, theirs, lambda m, r, s=step: square_loss(m, r, s))
+        assert_same_parameters(model, plain)
+
+
 def assert_same_parameters(model: KnownDDP, plain: nn.Module) -> None:
     for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -13,7 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Scales, assert_grads, inputs, make, mean_grads
-from steps import assert_same_parameters, follow, grads_of, square_loss, step_is_right, steps_are_right
+from steps import (
+    assert_same_parameters,
+    follow,
+    grads_of,
+    square_loss,
+    step_is_right,
+    steps_are_right,
+    trains_like_one_process,
+)
 from torch import Tensor, nn
 
 from knownddp import KnownDDP, UnfinishedBackwardError
@@ -44,12 +52,7 @@ def _mlp() -> nn.Module:
 def _like_one_process(rank: int, options: Options) -> None:
     plain, model = make(_mlp, **options)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, plain))
-    for step in range(3):
-        ours.zero_grad()
-        square_loss(model, rank, step).backward()
-        ours.step()
-        follow(plain, theirs, lambda m, r, s=step: square_loss(m, r, s))
-        assert_same_parameters(model, plain)
+    trains_like_one_process(plain, model, rank, ours, theirs)
 
 
 @OPTIONS

@@ -10,13 +10,13 @@ import os
 import weakref
 from collections import Counter
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import assert_grads, make, mean_grads
+from ranks import run_processes
 from steps import TINY_CAP_MB, square_loss, step_is_right, steps_are_right
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
@@ -143,19 +143,4 @@ def _trains(rank: int, folder: str, level: str, answer: Connection) -> None:
 @pytest.mark.parametrize("level", ["INFO", "DETAIL"])
 def test_training_under_torchs_debug_levels(tmp_path, level):
     """DETAIL wraps every group and compares the collectives of the ranks: they must be the same ones in one order."""
-    context = get_context("forkserver")
-    started, answers = [], []
-    for rank in range(2):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_trains, args=(rank, str(tmp_path), level, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        started.append(process)
-        answers.append(ours)
-    try:
-        assert all(one.poll(60) for one in answers), "a rank hangs"
-        assert [one.recv() for one in answers] == ["trained"] * 2
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
+    assert run_processes(_trains, 2, str(tmp_path), level) == ["trained"] * 2

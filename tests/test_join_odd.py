@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from models import Scales, inputs, make, mean_grads, raises_everywhere
+from models import Fails, Scales, inputs, make, mean_grads, raises_everywhere
 from steps import TINY_CAP_MB, assert_same_parameters, grads_of, square_loss, step_is_right
-from torch import Tensor
 
 from knownddp import RanksDifferError, UnfinishedBackwardError, UsageError
 
@@ -148,16 +146,6 @@ def test_an_error_in_the_body_leaves_at_once(ranks):
     ranks(2, _error_in_the_body)
 
 
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("boom")
-
-
 def _error_in_a_backward(rank: int) -> str:
     """Of rank 2, in its second iteration; rank 0 has no inputs any more, and hears of it too."""
     plain, model = make()
@@ -166,7 +154,7 @@ def _error_in_a_backward(rank: int) -> str:
         with model.join():
             for step in range(rank + 1):
                 x = inputs(rank, 5, 3, seed=step).requires_grad_()
-                model(_Boom.apply(x) if (rank, step) == (2, 1) else x).sum().backward()
+                model(Fails.apply(x) if (rank, step) == (2, 1) else x).sum().backward()
 
     text = raises_everywhere(train, ArithmeticError if rank == 2 else RuntimeError)
     step_is_right(plain, model, rank)
@@ -174,10 +162,10 @@ def _error_in_a_backward(rank: int) -> str:
 
 
 def test_an_error_in_a_backward_is_told_to_ranks_without_inputs(ranks):
-    without_inputs, peer, boom = ranks(3, _error_in_a_backward)
+    without_inputs, peer, raised = ranks(3, _error_in_a_backward)
     assert "on rank 2 raised" in without_inputs
     assert "on rank 2 raised" in peer
-    assert boom == "boom"
+    assert raised == "on purpose"
 
 
 def _mixed(rank: int) -> str:

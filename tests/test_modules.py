@@ -23,6 +23,7 @@ from steps import (
     square_loss,
     step_is_right,
     steps_are_right,
+    trains_like_one_process,
     world_sizes,
 )
 from torch import Tensor, nn
@@ -264,12 +265,7 @@ def test_user_hooks_run_once_and_what_a_tensor_hook_returns_is_averaged(ranks, w
 def _weight_norm(rank: int) -> None:
     plain, model = make(lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 1))))
     ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        ours.zero_grad()
-        square_loss(model, rank, step).backward()
-        ours.step()
-        follow(plain, theirs, lambda m, r, s=step: square_loss(m, r, s))
-        assert_same_parameters(model, plain)
+    trains_like_one_process(plain, model, rank, ours, theirs)
 
 
 @world_sizes

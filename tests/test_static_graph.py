@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Scales, Skippable, inputs, make, raises_everywhere
+from models import Fails, Scales, Skippable, inputs, make, raises_everywhere
 from steps import declares, grads_of, setups, square_loss, step_is_right, steps_are_right
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -244,22 +244,12 @@ def test_another_number_of_times_is_another_graph(ranks):
         assert "on rank 0 reached another number of times: layer.weight, layer.bias" in text
 
 
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("boom")
-
-
 def _first_fails(rank: int) -> None:
     """What an error cut short is not taken for the graph."""
     plain, model = _make_static("argument")
     for _ in range(2):
         x = model.module.layers[0](inputs(rank, 5, 3))
-        loss = model(_Boom.apply(x) if rank else x, skip={0, 2}).sum()
+        loss = model(Fails.apply(x) if rank else x, skip={0, 2}).sum()
         raises_everywhere(loss.backward, ArithmeticError if rank else PeerFailedError)
         steps_are_right(plain, model, rank, _skips)
 
