@@ -1,6 +1,7 @@
 """knownddp: DistributedDataParallel that knows in advance which layers a step skips."""
 
 from .buckets import compute_bucket_assignment_by_size
+from .compact import CompactReport, compact_parameters
 from .ddp import KnownDDP
 from .errors import (
     ArgumentError,
@@ -20,6 +21,7 @@ from .errors import (
     PeerError,
     PeerFailedError,
     RanksDifferError,
+    ReplicaError,
     UnfinishedBackwardError,
     UnknownParameterError,
     UsageError,
@@ -34,6 +36,7 @@ __all__ = [
     "BrokenTrustError",
     "CommHookError",
     "CommHookTypeError",
+    "CompactReport",
     "CompiledBackwardError",
     "DeclarationError",
     "DeviceError",
@@ -50,8 +53,10 @@ __all__ = [
     "PeerFailedError",
     "RanksDifferError",
     "ReducerStatistics",
+    "ReplicaError",
     "UnfinishedBackwardError",
     "UnknownParameterError",
     "UsageError",
+    "compact_parameters",
     "compute_bucket_assignment_by_size",
 ]

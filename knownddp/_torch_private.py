@@ -216,6 +216,12 @@ def _arrived(grad: torch.Tensor) -> torch.Tensor:
     return wait() if wait is not None else grad
 
 
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors lie in the storage of ``tensor``, itself counted."""
+    storage = tensor.untyped_storage()  # which counts as a user too
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
 def unshard_if_submesh(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Let ``module`` hold plain shards instead of DTensors if ``mesh`` was cut out of a larger one."""
     if mesh._get_root_mesh() != mesh:
@@ -254,6 +260,37 @@ def remove_in_backward_hooks(param: torch.Tensor) -> None:
 
     for handle in param_to_optim_hook_handle_map.get(param, []):  # type: ignore[no-untyped-call]
         handle.remove()
+
+
+def renew_rnn_weights(rnn: nn.RNNBase) -> None:
+    """Let an RNN whose parameters became other tensors take these, as one chunk where cuDNN wants that."""
+    rnn._init_flat_weights()
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, to be given parameters, buffers and submodules of its own.
+
+    Modules may override how ``DataParallel`` copies them. What ``Module.compile`` made is bound to the original.
+    """
+    copied = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    vars(copied).pop("_compiled_call_impl", None)
+    return copied  # type: ignore[no-any-return]
+
+
+def compiled_part(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` runs, if this is the result of that."""
+    return module._modules["_orig_mod"] if type(module).__name__ == "OptimizedModule" else None
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """What ``saved_tensors_hooks`` set on this thread: the pair that is in force, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The generator from which operations on an accelerator draw; None on the CPU."""
+    generators = () if device.type == "cpu" else getattr(torch.get_device_module(device), "default_generators", ())
+    return generators[device.index] if generators else None
 
 
 def rnn_weights(rnn: nn.RNNBase) -> tuple[object, object]:

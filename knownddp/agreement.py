@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .comm import Collectives
 from .errors import PeerError, RanksDifferError, at_rank, shorten
-from .flat import canonical_strides
+from .flat import canonical_strides, is_dense
 from .params import ManagedParams, restride
+from .rnns import kept_flat
 
 MAX_DIFFERENCES = 4
 
@@ -117,24 +118,46 @@ def _differences(theirs: Sequence[TensorReport], ours: Sequence[TensorReport]) -
     return found
 
 
-def fix_strides(params: ManagedParams, agreed: Sequence[tuple[int, ...]]) -> list[str]:
-    """Lay out parameters that have other strides than rank 0's as rank 0 has them. Values and identity stay.
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Names of parameters that ``fix_strides`` laid out anew, by the reason."""
 
-    Returns the names of those that were moved.
+    unlike: tuple[str, ...] = ()  # other strides than rank 0's
+    not_dense: tuple[str, ...] = ()  # elements that share memory, or gaps between them
+
+
+def fix_strides(module: nn.Module, params: ManagedParams, agreed: Sequence[tuple[int, ...]]) -> Moved:
+    """Lay out parameters that have other strides than rank 0's as rank 0 has them, which is row-major if they are not
+    dense there. One that is not dense here is laid out anew in any case: nobody could write to it if it was expanded.
+
+    Values, identity and ``.grad`` stay, and an RNN that was one chunk of memory is one again.
     """
-    moved = []
-    for name, param, strides in zip(params.names, params.live, agreed, strict=True):
-        if param is not None and canonical_strides(param.shape, param.stride()) != strides:
+    unlike, not_dense = [], []
+    with kept_flat(module):
+        for name, param, strides in zip(params.names, params.live, agreed, strict=True):
+            if param is None:
+                continue
+            if not is_dense(param.shape, param.stride()):
+                not_dense.append(name)
+            elif canonical_strides(param.shape, param.stride()) != strides:
+                unlike.append(name)
+            else:
+                continue
             restride(param, strides)
-            moved.append(name)
-    return moved
+    return Moved(tuple(unlike), tuple(not_dense))
 
 
-def warn_of_moved(moved: Sequence[str], where: str) -> None:
-    """One warning that names them."""
-    if moved:
+def warn_of_moved(moved: Moved, where: str) -> None:
+    """One warning a reason, that names them."""
+    if moved.unlike:
         warnings.warn(
-            f"{where} {len(moved)} parameters had other strides than on rank 0 and were laid out like there, values "
-            f"kept: {shorten(moved)}.",
+            f"{where} {len(moved.unlike)} parameters had other strides than on rank 0 and were laid out like there, "
+            f"values kept: {shorten(moved.unlike)}.",
+            stacklevel=4,
+        )
+    if moved.not_dense:
+        warnings.warn(
+            f"{where} {len(moved.not_dense)} parameters were not dense (expanded, or a slice of a larger tensor) and "
+            f"were laid out anew, values kept; they share memory with nothing now: {shorten(moved.not_dense)}.",
             stacklevel=4,
         )

@@ -45,9 +45,9 @@ def check_writable(buffers: dict[str, Tensor]) -> None:
 
 def _pack(tensors: list[Tensor]) -> Tensor:
     """All tensors as one uint8 tensor, each in row-major order of its elements. Any dtype, any strides."""
-    return torch.cat(
-        [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-    )
+    rows = [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors]
+    # as_strided: one element counts as contiguous whatever its strides, but as a view of bytes only if they are 1
+    return torch.cat([row.as_strided((row.numel(),), (1,)).view(torch.uint8) for row in rows])
 
 
 def _unpack(packed: Tensor, tensors: list[Tensor]) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _torch_private as private
+from .errors import UsageError
 
 # Groups of wrappers that are gone. A peer may still be in its last collective when a wrapper is dropped here, so they
 # are destroyed only when a later wrapper's construction has shown that all ranks are past it.
@@ -176,6 +177,50 @@ class Collectives:
     def gather_objects(self, mine: object) -> list[Any]:
         """What every rank passed, in rank order. Blocks."""
         return run(self.gather_steps(mine))
+
+
+class Alone(Collectives):
+    """The collectives of a single process that made no process group: nothing has to be sent."""
+
+    backend = "none"
+    follows_program_order = False
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+    def move_to(self, parent: dist.ProcessGroup) -> None:
+        raise UsageError(
+            "a wrapper that was made without a process group cannot be given one.\nFix: wrap the module again."
+        )
+
+    def retire(self) -> None:
+        """Nothing was made."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> Work:
+        return DONE
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
+        return DONE
+
+    def combine_or(self, message: Tensor) -> Work:
+        return DONE
+
+    def combine_max(self, message: Tensor) -> Work:
+        return DONE
+
+    def gather_steps(self, mine: object) -> Generator[Work, None, list[Any]]:
+        yield DONE
+        return [mine]
+
+
+def collectives_over(group: dist.ProcessGroup | None, *, own_group: bool) -> Collectives:
+    """Those of ``group``; None: this process is alone."""
+    return Alone() if group is None else Collectives(group, own_group=own_group)
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_initialized()
 
 
 def _work(work: Any, tensor: Tensor | None = None) -> Work:

@@ -13,14 +13,14 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
-from .agreement import tell, warn_of_moved
+from .agreement import Moved, tell, warn_of_moved
 from .buffers import BufferHookLocation, check_writable, named_buffers
-from .comm import Collectives
+from .comm import collectives_over
 from .errors import DeclarationError, UsageError
 from .faults import distributed_autograd_error
 from .forwards import ForwardRecord
 from .lifecycle import LifeCycle
-from .options import choose_device, choose_group, gather_options, refuse_own_unused_argument
+from .options import choose_device, choose_group, choose_placement, gather_options, refuse_own_unused_argument
 from .outputs import to_device
 from .params import ManagedParams, Unused
 from .precision import cast_buffers
@@ -40,8 +40,12 @@ class KnownDDP(LifeCycle):
 
     Args:
         module: the module to train, already on its device.
-        device_ids: None, or the one device of the module; inputs are then moved there.
-        output_device: that same device.
+        device_ids: None, or the one device of the module; inputs are then moved there. Several: in each forward the
+            module, which is on the first, is replicated on the others, inputs are split over them along ``dim``,
+            replicas run in threads and outputs are joined; gradients are summed over replicas, then averaged over
+            ranks. Replica 0 is the module itself: what forward changes in the others (buffers, say) is dropped. A
+            single process needs no process group for that. ``["cpu", "cpu"]`` works too.
+        output_device: that same device; with several any device, where outputs are joined. Default the first.
         dim: the batch dimension; of use with several devices only.
         broadcast_buffers: deprecated name of ``forward_sync_buffers``; False also leaves buffers unsynchronised at
             construction.
@@ -107,11 +111,12 @@ class KnownDDP(LifeCycle):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        self.process_group: dist.ProcessGroup = choose_group(module, process_group, device_mesh)
-        comm = Collectives(self.process_group, own_group=own_group)
+        self.process_group = choose_group(module, process_group, device_mesh, device_ids)
+        comm = collectives_over(self.process_group, own_group=own_group)
         try:
             self._options = gather_options(
                 device=choose_device(module, device_ids, output_device),
+                placement=choose_placement(module, device_ids, output_device),
                 broadcast_buffers=broadcast_buffers,
                 forward_sync_buffers=forward_sync_buffers,
                 bucket_cap_mb=bucket_cap_mb,
@@ -155,7 +160,7 @@ class KnownDDP(LifeCycle):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()
-        moved = self._agree(comm, params) if init_sync else []
+        moved = self._agree(comm, params) if init_sync else Moved()
         precision = self._options.precision
         if precision is not None and precision.buffer_dtype is not None:
             cast_buffers(module, params.ignored, precision.buffer_dtype)
@@ -180,11 +185,12 @@ class KnownDDP(LifeCycle):
         try:
             if self._options.device is not None:
                 args, kwargs = to_device(args, self._options.device), to_device(kwargs, self._options.device)
+            run = self.module if self._replicas is None else self._replicas
             with private.inside_ddp_forward(self):
                 if self._low_precision is None:
-                    output = self.module(*args, **kwargs)
+                    output = run(*args, **kwargs)
                 else:
-                    output = self._low_precision.run(self.module, args, kwargs)
+                    output = self._low_precision.run(run, args, kwargs)
             self._forward_ends(record, output)
         except BaseException:
             self._forward_failed(record)
@@ -248,6 +254,8 @@ class KnownDDP(LifeCycle):
         declared = self._resolve(parameters)
         if private.current_graph_task() != private.NO_GRAPH_TASK and torch.is_grad_enabled():
             return  # a checkpoint runs the module again: it was told the first time
+        if self._replicas is not None and self._replicas.mark_unused(declared):
+            return
         if not self.reducer.forwards.mark_unused(declared):
             raise DeclarationError(
                 f"{self.reducer.where} mark_unused found no call to mark: "

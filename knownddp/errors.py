@@ -73,6 +73,10 @@ class GraphChangedError(UsageError, RuntimeError):
     """Under ``static_graph=True`` a backward reached other parameters than the first one, on some rank."""
 
 
+class ReplicaError(UsageError, RuntimeError):
+    """Inputs cannot be split over several devices, or the outputs of the replicas there not be joined."""
+
+
 class PeerError(KnownDDPError, RuntimeError):
     """Something that happened on another rank, reported on this one."""
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from . import _torch_private as private
 from .buffers import CHUNK_BYTES, BufferHook, BufferHookLocation, BufferSync, broadcast_from
@@ -23,13 +22,15 @@ from .logging_data import LoggingData
 from .options import STATIC_FINDS
 from .outputs import to_device
 from .reducer import Reducer
+from .rnns import kept_flat
+from .scattering import gather, scatter
 
 
 class StockInterface(nn.Module, Joinable):
     """Methods and attributes that code written for DistributedDataParallel uses. ``KnownDDP`` sets the attributes."""
 
     module: nn.Module
-    process_group: dist.ProcessGroup
+    process_group: dist.ProcessGroup | None  # None: a single process that made none
     reducer: Reducer
     device: torch.device
     device_type: str
@@ -91,6 +92,18 @@ class StockInterface(nn.Module, Joinable):
         if not callable(hook):
             raise CommHookTypeError(f"a buffer hook must be callable, got {type(hook).__name__}")
         self._buffer_sync.hook = BufferHook(state, hook, BufferHookLocation[comm_hook_location.name])
+
+    # -- parameters
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``.to()`` and its like are made of. RNNs that are one chunk of memory stay one."""
+        with kept_flat(self):
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's. RNNs that are one chunk of memory stay one, also where ``assign`` replaces parameters."""
+        with kept_flat(self):
+            return super().load_state_dict(*args, **kwargs)
 
     # -- communication hooks
 
@@ -168,7 +181,7 @@ class StockInterface(nn.Module, Joinable):
         return self.device
 
     @property
-    def join_process_group(self) -> dist.ProcessGroup:
+    def join_process_group(self) -> dist.ProcessGroup | None:
         """Where ``Join`` counts the ranks that still run."""
         return self.process_group
 
@@ -194,12 +207,16 @@ class StockInterface(nn.Module, Joinable):
     # -- helpers of earlier days
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split inputs along ``dim`` over devices."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+        """Split inputs along ``dim`` over devices: the positional ones of each, and the named ones of each."""
+        given = scatter(tuple(inputs), kwargs or {}, self._devices(device_ids), self.dim)
+        return tuple(own for own, _ in given), tuple(own for _, own in given)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along ``dim`` on a device."""
-        return gather(outputs, output_device, dim=self.dim)
+        return gather(outputs, self._devices([output_device])[0], self.dim)
+
+    def _devices(self, given: Sequence[Any]) -> list[torch.device]:
+        return [torch.device(self.device_type, d) if isinstance(d, int) else torch.device(d) for d in given]
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Inputs on a device, in the nesting of one replica."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from . import _torch_private as private
-from .agreement import agree, fix_strides, report_on
+from .agreement import Moved, agree, fix_strides, report_on
 from .buffers import BufferSync, broadcast_from, named_buffers
-from .comm import Collectives, destroy_retired
+from .comm import Collectives, collectives_over, destroy_retired, is_initialized
 from .errors import ModelError, PeerError
 from .interface import StockInterface
 from .join import UnevenInputs
@@ -21,24 +21,27 @@ from .options import Options
 from .params import NOTHING, ManagedParams
 from .precision import LowPrecision
 from .reducer import Reducer
+from .replicas import Replicas
+from .rnns import flatten_for_cudnn
 
 # Made anew for a copy. Communication hooks do not come with it, as in DistributedDataParallel.
 _NOT_COPIED = (
     *("process_group", "reducer", "_comm", "_comm_hooks", "_params", "_buffer_sync", "_low_precision", "_uneven"),
-    *("_logging", "_release"),
+    *("_logging", "_release", "_replicas"),
 )
 
 
 class LifeCycle(StockInterface):
     """What of ``KnownDDP`` makes and unmakes its parts."""
 
-    device_ids: list[int] | None
-    output_device: int | None
+    device_ids: list[Any] | None
+    output_device: Any
     bucket_bytes_cap: int
     gradient_as_bucket_view: bool
     _options: Options
     _params: ManagedParams
     _low_precision: LowPrecision | None
+    _replicas: Replicas | None
     _agreed_strides: Sequence[tuple[int, ...]]
 
     def _describe_places(self, params: ManagedParams) -> None:
@@ -50,8 +53,12 @@ class LifeCycle(StockInterface):
         self.is_multi_device_module = len(places) > 1
         self.device_ids = [device.index] if device is not None else None
         self.output_device = device.index if device is not None else None
+        placement = self._options.placement
+        if placement is not None:  # a number where there is one, which the CPU has not
+            self.device_ids = [d if d.index is None else d.index for d in placement.devices]
+            self.output_device = placement.output if placement.output.index is None else placement.output.index
 
-    def _agree(self, comm: Collectives, params: ManagedParams) -> list[str]:
+    def _agree(self, comm: Collectives, params: ManagedParams) -> Moved:
         """Make sure that all ranks hold one model, and start from rank 0's. Returns whose strides were changed."""
         buffers = named_buffers(self.module, params.ignored) if self._options.init_sync_buffers else {}
         try:
@@ -61,12 +68,13 @@ class LifeCycle(StockInterface):
             raise
         destroy_retired()
         self._agreed_strides = first.strides
-        moved = fix_strides(params, first.strides)
+        moved = fix_strides(self.module, params, first.strides)
         broadcast_from(comm, 0, [*(p for p in params.live if p is not None), *buffers.values()])
         return moved
 
     def _attach(self, comm: Collectives, params: ManagedParams, *, synchronises_buffers: bool) -> None:
         """Set up what is not copied with a wrapper: hooks, reducer, groups."""
+        flatten_for_cudnn(self.module)
         options = self._options
         if len(self._agreed_strides) == len(params):
             params.set_canonical(self._agreed_strides)
@@ -88,6 +96,10 @@ class LifeCycle(StockInterface):
             static_graph=self.static_graph,
             delayed=params.resolve(options.delayed),
         )
+        self._replicas = None
+        if options.placement is not None:
+            mark, place = self.reducer.forwards.mark_unused, options.placement
+            self._replicas = Replicas(self.module, place.devices, place.output, self.dim, mark)
         param_dtype = options.precision.param_dtype if options.precision is not None else None
         self._low_precision = LowPrecision(self.module, params, param_dtype) if param_dtype is not None else None
         self._uneven = UnevenInputs(self.reducer, comm, params, self._buffer_sync)
@@ -104,7 +116,7 @@ class LifeCycle(StockInterface):
             rank=self._comm.rank,
             backend_name=self._comm.backend,
             device_ids=", ".join(map(str, self.device_ids or ())),
-            output_device=-1 if self.output_device is None else self.output_device,
+            output_device=self.output_device if isinstance(self.output_device, int) else -1,
             broadcast_buffers=int(self.forward_sync_buffers),
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=int(self.find_unused_parameters),
@@ -136,7 +148,7 @@ class LifeCycle(StockInterface):
         self.reducer.take_over(old)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not private.default_group():
+        if self.process_group is not None and self.process_group is not private.default_group():
             raise ModelError(
                 f"{self.reducer.where} DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group: a copy could not tell which group to use.\n"
@@ -150,10 +162,11 @@ class LifeCycle(StockInterface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         synchronises_buffers = state.pop("forward_sync_buffers")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = private.default_group()
+        is_alone = self._options.placement is not None and not is_initialized()
+        self.process_group = None if is_alone else private.default_group()
         self.require_backward_grad_sync = True
         # No collective: copies are made on one rank alone, for an average of weights, say.
-        comm = Collectives(self.process_group, own_group=self._options.own_group)
+        comm = collectives_over(self.process_group, own_group=self._options.own_group)
         params = ManagedParams(self.module, self._options.reduce_dtype)
         self._attach(comm, params, synchronises_buffers=synchronises_buffers)
 

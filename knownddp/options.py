@@ -15,9 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
+from .comm import is_initialized
 from .errors import ArgumentError, MeshError
 from .precision import Precision, choose_precision
 from .protocol import Agreement
+from .replicas import examine
 
 MIB = 2**20
 # DistributedDataParallel's: a small first bucket starts the wire early, later ones amortise latency.
@@ -31,10 +33,19 @@ STATIC_FINDS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the replicas of a module are, the module itself being the first, and where outputs are joined."""
+
+    devices: tuple[torch.device, ...]
+    output: torch.device
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What the rest of the library needs to know of the arguments."""
 
     device: torch.device | None  # where inputs are moved to; None leaves them where they are
+    placement: Placement | None  # of replicas inside this process; None: the module runs as it is
     init_sync_buffers: bool
     forward_sync_buffers: bool
     cap_bytes: tuple[int, ...]
@@ -65,6 +76,7 @@ class Options:
 def gather_options(
     *,
     device: torch.device | None,
+    placement: Placement | None,
     broadcast_buffers: bool | None,
     forward_sync_buffers: bool | None,
     bucket_cap_mb: float | None,
@@ -111,6 +123,7 @@ def gather_options(
     old = True if broadcast_buffers is None else broadcast_buffers
     return Options(
         device=device,
+        placement=placement,
         init_sync_buffers=old if forward_sync_buffers is None else True,
         forward_sync_buffers=old if forward_sync_buffers is None else forward_sync_buffers,
         cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
@@ -146,10 +159,18 @@ def _warn_of_broadcast_buffers(forward_sync_buffers: bool | None) -> None:
     warnings.warn(text, FutureWarning, stacklevel=4)
 
 
+def are_several(device_ids: Sequence[Any] | None) -> bool:
+    """Whether replicas are asked for."""
+    return device_ids is not None and len(device_ids) > 1
+
+
 def choose_group(
-    module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: private.DeviceMesh | None
-) -> dist.ProcessGroup:
-    """The group to average over.
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: private.DeviceMesh | None,
+    device_ids: Sequence[Any] | None,
+) -> dist.ProcessGroup | None:
+    """The group to average over; None if there is none and several devices of this process are asked for.
 
     A mesh that was cut out of a larger one means that ``module`` is sharded over the other dimension (tensor
     parallelism): its parameters are then replaced by the shards they are made of, as DistributedDataParallel does.
@@ -159,10 +180,12 @@ def choose_group(
             raise MeshError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh.ndim != 1:
             raise MeshError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        if are_several(device_ids):
+            raise MeshError("a device_mesh goes with one device for each process, not with several device_ids.")
         private.unshard_if_submesh(module, device_mesh)
         return device_mesh.get_group(mesh_dim=0)
     if process_group is None:
-        return private.default_group()
+        return None if are_several(device_ids) and not is_initialized() else private.default_group()
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentError(
             f"process_group must be a ProcessGroup that this rank belongs to, got {process_group!r}.\n"
@@ -174,10 +197,10 @@ def choose_group(
 def choose_device(module: nn.Module, device_ids: Sequence[Any] | None, output_device: Any) -> torch.device | None:
     """Where the module's inputs go.
 
-    Returns None where ``device_ids`` is not given or empty, or names the CPU: inputs then stay where they are.
+    Returns None where ``device_ids`` is not given or empty, names the CPU, or names several devices: inputs then stay
+    where they are, or are split by ``Replicas``.
 
     Raises:
-        NotImplementedError: several devices.
         ArgumentError: a device that the module is not on.
     """
     if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
@@ -189,14 +212,8 @@ def choose_device(module: nn.Module, device_ids: Sequence[Any] | None, output_de
         if output_device is not None:
             raise ArgumentError(f"output_device={output_device!r} needs device_ids")
         return None
-    if len(device_ids) > 1:
-        on_cpu = all(p.device.type == "cpu" for p in module.parameters())
-        if on_cpu and any(isinstance(d, int) for d in device_ids):
-            raise ArgumentError(
-                f"device_ids can only be None or contain a single element, and integers name accelerators, but the "
-                f"module is on the CPU: {list(device_ids)}"
-            )
-        raise NotImplementedError(f"KnownDDP does not support several device_ids yet, got {list(device_ids)}")
+    if are_several(device_ids):
+        return None
     found = {p.device for p in module.parameters()}
     wanted = _device(device_ids[0], found)
     if found != {wanted}:
@@ -210,12 +227,44 @@ def choose_device(module: nn.Module, device_ids: Sequence[Any] | None, output_de
     return None if wanted.type == "cpu" else wanted
 
 
+def choose_placement(module: nn.Module, device_ids: Sequence[Any] | None, output_device: Any) -> Placement | None:
+    """The devices of the replicas, if ``device_ids`` names several.
+
+    Raises:
+        ArgumentError: integers for a module on the CPU, an accelerator twice, a module that is not on the first one.
+        ModelError: a module that cannot be replicated.
+    """
+    if device_ids is None or not are_several(device_ids):
+        return None
+    found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    given = [*device_ids] if output_device is None else [*device_ids, output_device]
+    if all(device.type == "cpu" for device in found) and any(isinstance(device, int) for device in given):
+        raise ArgumentError(
+            f"device_ids can only be None or contain a single element, and integers name accelerators, but the "
+            f"module is on the CPU: {given}.\nFix: move the module to the first device, or name them all, as 'cpu'."
+        )
+    devices = tuple(_device(device, found) for device in device_ids)
+    if found - {devices[0]}:
+        raise ArgumentError(
+            f"with several device_ids the module must have its parameters and buffers on device_ids[0], {devices[0]}, "
+            f"but some are on {', '.join(sorted(str(device) for device in found - {devices[0]}))}.\n"
+            "Fix: move the module there first."
+        )
+    accelerators = [device for device in devices if device.type != "cpu"]
+    if len(set(accelerators)) < len(accelerators):
+        raise ArgumentError(f"device_ids name a device twice: {list(device_ids)}")
+    examine(module, devices)
+    return Placement(devices, devices[0] if output_device is None else _device(output_device, found))
+
+
 def _device(given: Any, found: set[torch.device]) -> torch.device:
     if isinstance(given, int):
         kinds = {d.type for d in found} - {"cpu"}
         return torch.device(kinds.pop() if len(kinds) == 1 else "cuda", given)
     device = torch.device(given)
-    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, 0)
 
 
 def refuse_own_unused_argument(module: nn.Module) -> None:

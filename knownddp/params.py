@@ -8,7 +8,7 @@ import itertools
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,13 @@ from .specs import BucketKey, ParamSpec
 Unused = Iterable[Tensor | nn.Module | str]
 
 NOTHING: frozenset[int] = frozenset()
+
+ORIGINAL = "knownddp_original"  # the attribute by which parts of a replica lead to those of the module
+
+
+def original_of(part: Any) -> Any:
+    """What a module or parameter of a replica stands for; any other object is its own."""
+    return getattr(part, ORIGINAL, part)
 
 
 def ignored_names(module: nn.Module) -> frozenset[str]:
@@ -238,6 +245,7 @@ class ManagedParams:
         return frozenset(found)
 
     def _of_tensor(self, tensor: Tensor) -> frozenset[int]:
+        tensor = original_of(tensor)
         i = self.index_of(self.masters.get(id(tensor), tensor))
         if i is not None:
             return frozenset((i,))
@@ -264,6 +272,7 @@ class ManagedParams:
 
     def _places_below(self, entry: nn.Module | str) -> set[str]:
         if isinstance(entry, nn.Module):
+            entry = original_of(entry)
             if id(entry) in self._modules:
                 return set().union(*map(self._below, self._modules[id(entry)][1]))
             if isinstance(entry, (nn.ModuleList, nn.Sequential)):  # a slice makes a new container of old modules

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -149,7 +150,7 @@ class LowPrecision:
         self._recomputations: weakref.WeakValueDictionary[tuple[int, int], _Recomputation]
         self._recomputations = weakref.WeakValueDictionary()
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def run(self, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``module(*args, **kwargs)`` in low precision. What it returns is not cast back."""
         casts, args, kwargs = self._begin(args, kwargs)
         try:

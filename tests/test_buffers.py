@@ -34,6 +34,7 @@ class _Kinds(nn.Module):
         self.register_buffer("flag", torch.tensor([start % 2 == 0, start % 2 == 1, True]))
         self.register_buffer("wave", torch.full((2,), start * 1j, dtype=torch.complex64))
         self.register_buffer("turned", torch.full((3, 2), float(start)).t())
+        self.register_buffer("alone", torch.full((2,), float(start))[::2])  # one element, stride 2
         self.register_buffer("empty", torch.zeros(0, 3))
         self.register_buffer("missing", None)
         self.register_buffer("unsaved", torch.full((2,), float(start)), persistent=False)

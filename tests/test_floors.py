@@ -20,7 +20,8 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 # Low to high: a module imports only modules to its left.
 ORDER = [
     *("errors", "specs", "buckets", "plan", "messages", "protocol", "sampling"),
-    *("_torch_private", "flat", "outputs", "params", "precision", "nodes"),
+    *("_torch_private", "flat", "rnns", "compact", "outputs", "params", "precision", "nodes"),
+    *("scattering", "parallel", "replicas"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *(
         "exchange",
@@ -65,6 +66,7 @@ LOUD = {
 # Private names used outside of _torch_private.py, each for want of a public one.
 PRIVATE = {
     ("lifecycle", "_ddp_ignored"),  # torch.compile reads it
+    ("interface", "_apply"),  # what .to() and its like call
     ("interface", "_ddp_ignored"),
     ("interface", "_ddp_params_and_buffers_to_ignore"),  # DistributedDataParallel's, set by its users ...
     ("params", "_ddp_params_and_buffers_to_ignore"),  # ... and read here
@@ -75,6 +77,9 @@ PRIVATE = {
     ("outputs", "_fields"),  # what tells a named tuple
     ("params", "_modules"),  # named_modules() cannot stop at an inner wrapper
     ("params", "_parameters"),  # the dict in which a parameter may be replaced
+    ("replicas", "_buffers"),  # the dicts of which a replica gets its own
+    ("replicas", "_parameters"),
+    ("scattering", "_fields"),
 }
 
 MAX_LINES = 400

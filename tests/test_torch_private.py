@@ -378,6 +378,19 @@ def test_creating_groups_does_not_count_as_new_group_does():
     assert names[1] == names[0] + 1
 
 
+# -- storages
+
+
+def test_users_of_a_storage_are_the_tensors_in_it():
+    tensor = torch.ones(4)
+    assert private.storage_users(tensor) == 1
+    views = [tensor[1:], nn.Parameter(tensor.view(2, 2)), tensor.detach()]
+    same = tensor
+    assert private.storage_users(tensor) == private.storage_users(views[0]) == 4
+    del views
+    assert private.storage_users(same) == 1
+
+
 # -- modules
 
 

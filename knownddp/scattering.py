@@ -1,0 +1,292 @@
+"""Splitting inputs over replicas, and joining what the replicas return.
+
+Both look into tuples, named tuples, lists, dictionaries and dataclasses. Packed sequences are split and joined by whole
+sequences, in the order in which they were packed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from .errors import ReplicaError
+
+Span = tuple[int, int]  # from, to: rows of a batch
+
+# One a device, since each stream has a memory pool of its own.
+_side_streams: dict[torch.device, torch.Stream] = {}
+
+PADDING_HINT = (
+    "Why: each replica sees a part of the batch only; pad_packed_sequence, say, pads to the longest sequence there.\n"
+    "Fix: make outputs of one size: pad_packed_sequence(..., total_length=n), where n is the length in the whole batch "
+    "(the padded input's size), or pad before returning."
+)
+
+
+# -- structures
+
+
+def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with how it is reached; None if ``value`` is not one."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{i}]", part) for i, part in enumerate(value)]
+    if isinstance(value, MutableMapping):
+        return [(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]", part) for key, part in value.items()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        fields = (field.name for field in dataclasses.fields(value))
+        return [(f".{name}", getattr(value, name)) for name in fields if hasattr(value, name)]
+    return None
+
+
+def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
+    """A container like ``value`` that holds ``parts``, in the order of ``_parts``."""
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, list):
+        return type(value)(parts)
+    made = copy.copy(value)  # keeps what a subclass has beside its items
+    if isinstance(value, MutableMapping):
+        for key, part in zip(value, parts, strict=True):
+            made[key] = part
+        return made
+    fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+    for name, part in zip(fields, parts, strict=True):
+        object.__setattr__(made, name, part)  # frozen ones too
+    return made
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    parts = None if isinstance(value, (Tensor, PackedSequence)) else _parts(value)
+    if parts is None:
+        yield path, value
+    for suffix, part in parts or ():
+        yield from _leaves(part, path + suffix)
+
+
+# -- inputs
+
+
+def scatter(
+    args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of each replica, on its device. There may be fewer replicas than devices.
+
+    Tensors are split along ``dim`` as ``torch.chunk`` does; those without that dimension, or with size 1 there where
+    others have more, go to every replica, as do all other objects (by reference). The first replica's tensors are views
+    where they lie on its device already; those of the others are copies.
+
+    Raises:
+        ReplicaError: tensors disagree about the number of rows.
+    """
+    if not args and not kwargs:
+        return [(args, kwargs)]
+    leaves = itertools.chain(_leaves(args, "args"), _leaves(kwargs, "kwargs"))
+    rows = {path: size for path, leaf in leaves if (size := _rows(leaf, dim)) is not None}
+    spans = _spans(rows, len(devices), dim)
+    given = []
+    for replica, (span, device) in enumerate(zip(spans, devices, strict=False)):
+        own_args = tuple(_piece(arg, span, device, dim, copies=replica > 0) for arg in args)
+        own_kwargs = {name: _piece(arg, span, device, dim, copies=replica > 0) for name, arg in kwargs.items()}
+        given.append((own_args, own_kwargs))
+    return given
+
+
+def _rows(leaf: Any, dim: int) -> int | None:
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
+        return leaf.shape[dim]
+    return None
+
+
+def _spans(rows: dict[str, int], num_devices: int, dim: int) -> list[Span | None]:
+    """The rows of each replica; None: nothing is split."""
+    sizes = set(rows.values())
+    if len(sizes - {1}) > 1:
+        found = ", ".join(f"{path} has {size}" for path, size in rows.items() if size != 1)
+        raise ReplicaError(
+            f"inputs have different numbers of rows along dimension {dim}, so they cannot be split alike over "
+            f"{num_devices} replicas: {found}.\n"
+            "Fix: give each tensor the batch in that dimension (or size 1 there: such a tensor goes to every replica "
+            "as it is), or keep what is not part of the batch in the module, as a buffer."
+        )
+    if not sizes:
+        return [None] * num_devices
+    total = max(sizes - {1}, default=1)
+    step = max(1, -(-total // num_devices))
+    return [(start, min(start + step, total)) for start in range(0, max(1, total), step)]
+
+
+def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, copies: bool) -> Any:
+    """One replica's part of ``value``; containers without tensors are passed as they are."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        size = _rows(value, dim)
+        is_whole = span is None or size is None or span == (0, size) or size == 1
+        if isinstance(value, Tensor):
+            part = value if is_whole or span is None else value.narrow(dim, span[0], span[1] - span[0])
+            return moved(part, device, copies=copies)
+        picked = value if is_whole or span is None else _pick(value, *span)
+        return picked.to(device)  # type: ignore[arg-type]  # torch declares only one of the forms it takes
+    parts = [part for _, part in _parts(value) or ()]
+    pieces = [_piece(part, span, device, dim, copies=copies) for part in parts]
+    return value if all(map(operator.is_, pieces, parts)) else _rebuilt(value, pieces)
+
+
+def moved(tensor: Tensor, device: torch.device, *, copies: bool = False) -> Tensor:
+    """``tensor`` on ``device``, without waiting where that is safe. ``copies``: a copy even if it is there already.
+
+    From the CPU to an accelerator it travels on a side stream.
+    """
+    accelerator = torch.accelerator.current_accelerator() if tensor.device.type == "cpu" != device.type else None
+    if accelerator is None or accelerator.type != device.type:
+        # To the CPU a copy that nobody waits for would be read before it is there.
+        return tensor.to(device, non_blocking=device.type != "cpu", copy=copies)
+    if device not in _side_streams:
+        _side_streams[device] = torch.Stream(device)
+    side = _side_streams[device]
+    with side:
+        arrived = tensor.to(device, non_blocking=True)
+    current = torch.accelerator.current_stream(device)
+    current.wait_stream(side)
+    arrived.record_stream(current)
+    return arrived
+
+
+def _pick(packed: PackedSequence, start: int, end: int) -> PackedSequence:
+    """The sequences ``start`` to ``end``, in the order in which they were packed."""
+    sizes, places = packed.batch_sizes, _places(packed)[start:end]
+    chosen = places.sort().values  # longest first, as all are
+    present = chosen < sizes.unsqueeze(1)  # (time, sequence)
+    rows = ((sizes.cumsum(0) - sizes).unsqueeze(1) + chosen)[present]
+    batch_sizes = present.sum(1)
+    data = packed.data.index_select(0, rows.to(packed.data.device))
+    order = None if packed.sorted_indices is None else _on(places.argsort(), data)
+    return PackedSequence(data, batch_sizes[batch_sizes > 0], order, _inverse(order))
+
+
+def _places(packed: PackedSequence) -> Tensor:
+    """Where each sequence stands among the sorted ones, on the CPU."""
+    if packed.unsorted_indices is None:
+        return torch.arange(int(packed.batch_sizes[0]), device="cpu")
+    return packed.unsorted_indices.cpu()
+
+
+def _inverse(order: Tensor | None) -> Tensor | None:
+    return None if order is None else order.argsort()
+
+
+def _on(indices: Tensor, data: Tensor) -> Tensor:
+    return indices.to(data.device)
+
+
+# -- outputs
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int, path: str = "output") -> Any:
+    """One output in place of those of the replicas, on ``device``.
+
+    Tensors are joined along ``dim``, those without dimensions (losses) into a vector, one element a replica. Anything
+    else must be equal on all replicas.
+
+    Raises:
+        ReplicaError: outputs cannot be joined; says which, where and how they differ.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        _check_kinds(outputs, Tensor, path)
+        return _joined(outputs, device, dim, path)
+    _check_kinds(outputs, type(first), path)
+    if isinstance(first, PackedSequence):
+        return _joined_sequences(outputs, device, dim, path)
+    parts = [_parts(output) for output in outputs]
+    if parts[0] is None:
+        return _equal(outputs, path)
+    names = [[suffix for suffix, _ in held or ()] for held in parts]
+    for replica, held in enumerate(names):
+        if sorted(held) != sorted(names[0]):
+            raise ReplicaError(
+                f"{path} holds {len(held)} parts on replica {replica}, {held}, and {len(names[0])} on replica 0, "
+                f"{names[0]}: they cannot be joined.\nFix: return the same structure from every replica."
+            )
+    by_name = [dict(held or ()) for held in parts]
+    columns = [gather([held[suffix] for held in by_name], device, dim, path + suffix) for suffix in names[0]]
+    return _rebuilt(first, columns)
+
+
+def _check_kinds(outputs: Sequence[Any], kind: type, path: str) -> None:
+    for replica, output in enumerate(outputs):
+        if not isinstance(output, kind) if kind is Tensor else type(output) is not kind:
+            raise ReplicaError(
+                f"{path} is of type {type(output).__name__} on replica {replica} and {type(outputs[0]).__name__} on "
+                "replica 0: they cannot be joined.\nFix: return the same structure from every replica."
+            )
+
+
+def _joined(outputs: Sequence[Tensor], device: torch.device, dim: int, path: str) -> Tensor:
+    shapes = [tuple(output.shape) for output in outputs]
+    first = shapes[0]
+    for replica, shape in enumerate(shapes):
+        if len(shape) != len(first):
+            raise ReplicaError(
+                f"{path} has {len(shape)} dimensions on replica {replica}, {list(shape)}, and {len(first)} on "
+                f"replica 0, {list(first)}: they cannot be joined."
+            )
+        if first and not -len(first) <= dim < len(first):
+            raise ReplicaError(
+                f"{path} has no dimension {dim} to be joined along: its shape is {list(first)}.\n"
+                "Fix: return tensors that have the batch in that dimension, or none (a loss)."
+            )
+        for d in range(len(first)):
+            if d != dim % len(first) and shape[d] != first[d]:
+                raise ReplicaError(
+                    f"{path} has size {shape[d]} in dimension {d} on replica {replica}, and {first[d]} on replica 0: "
+                    f"replicas' outputs are joined along dimension {dim} and must agree in all others.\n{PADDING_HINT}"
+                )
+    there = [moved(output, device) for output in outputs]
+    return torch.cat(there, dim) if first else torch.stack(there)
+
+
+def _joined_sequences(outputs: Sequence[PackedSequence], device: torch.device, dim: int, path: str) -> PackedSequence:
+    data = _joined([output.data for output in outputs], device, 0, f"{path}.data")
+    lengths, places, offsets, start = [], [], [], 0
+    longest = max(len(output.batch_sizes) for output in outputs)
+    for output in outputs:
+        sizes = nn.functional.pad(output.batch_sizes, (0, longest - len(output.batch_sizes)))
+        places.append(_places(output))
+        lengths.append((places[-1] < sizes.unsqueeze(1)).sum(0))
+        offsets.append((start + sizes.cumsum(0) - sizes).unsqueeze(1) + places[-1])
+        start += output.data.shape[0]
+    length, row = torch.cat(lengths), torch.cat(offsets, 1)  # (sequence,) and (time, sequence)
+    order = length.argsort(descending=True, stable=True)
+    present = torch.arange(longest, device="cpu").unsqueeze(1) < length[order]
+    data = data.index_select(0, row[:, order][present].to(data.device))
+    is_sorted = all(output.sorted_indices is None for output in outputs) and order.equal(
+        torch.arange(len(order), device="cpu")
+    )
+    kept = None if is_sorted else _on(order, data)
+    return PackedSequence(data, present.sum(1), kept, _inverse(kept))
+
+
+def _equal(outputs: Sequence[Any], path: str) -> Any:
+    first = outputs[0]
+    for replica, output in enumerate(outputs):
+        try:
+            is_equal = output is first or bool(output == first)
+        except Exception:  # arrays, say
+            is_equal = False
+        if not is_equal:
+            raise ReplicaError(
+                f"{path} is no tensor and differs between replicas: {output!r:.80} on replica {replica}, {first!r:.80} "
+                "on replica 0.\nFix: return it as a tensor, one without dimensions if it is a number."
+            )
+    return first
