@@ -4,8 +4,8 @@
     python examples/rnn_packed.py --replicas 2             # one process, two replicas of the model
 
 Lines have different lengths, so the LSTM reads packed sequences and computes nothing for padding. Both ways train on
-the same lines and end with the same losses, up to rounding: a step's lines are dealt out to the ranks, or split up over
-the replicas, and each line counts the same in the mean.
+the same lines, dealt out to the ranks or split up over the replicas, and each line counts the same in the mean. So they
+end with the same parameters, bit for bit.
 
 A replica, like a rank, sees only its own lines, and ``pad_packed_sequence`` pads to the longest of them. Outputs of
 different widths cannot be gathered, so the model pads to the width it was given: ``total_length=``.
@@ -108,10 +108,14 @@ def each_lines_loss(logits: Tensor, lines: Lines) -> Tensor:
 
 
 def batch_of(lines: Lines, recipe: "Recipe", step: int) -> Lines:
-    """This rank's share of the step's lines, which depend on seed and step alone."""
+    """This rank's share of the step's lines, which depend on seed and step alone.
+
+    Padded as the whole step's are, else a rank and a replica with the same lines would add in another order.
+    """
     generator = torch.Generator().manual_seed(1_000_003 * recipe.seed + step)
     chosen = torch.randint(len(lines.labels), (recipe.batch,), generator=generator)
-    return lines.take(chosen.chunk(recipe.ranks)[rank()])
+    whole, share = lines.take(chosen), torch.arange(recipe.batch).chunk(recipe.ranks)[rank()]
+    return Lines(whole.text[share], whole.lengths[share], whole.labels[share])
 
 
 @torch.no_grad()
@@ -167,7 +171,7 @@ def report(summary: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides the result; ``ranks`` and ``replicas`` only up to rounding."""
+    """All that decides the result. Two ranks give that of two replicas, and of one process up to rounding."""
 
     steps: int
     batch: int

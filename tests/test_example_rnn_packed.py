@@ -57,11 +57,11 @@ def test_one_rank_on_all_lines_has_the_same_losses(runs):
     assert one["losses"][:5] == pytest.approx(runs.two_ranks["losses"][:5], rel=1e-5)
 
 
-def test_two_replicas_in_one_process_have_the_same_losses(runs):
+def test_two_replicas_in_one_process_have_the_same_result(runs):
     replicas = train(runs.folder / "replicas.json", EXAMPLE, "--replicas", 2)
-    assert replicas["losses"] == pytest.approx(runs.two_ranks["losses"], rel=1e-3)
-    assert replicas["losses"][:5] == pytest.approx(runs.two_ranks["losses"][:5], rel=1e-5)
-    assert replicas["accuracy"] == pytest.approx(runs.two_ranks["accuracy"], abs=0.02)
+    assert replicas["parameters_sha256"] == runs.two_ranks["parameters_sha256"]
+    assert replicas["losses"] == pytest.approx(runs.two_ranks["losses"], rel=1e-6)  # a mean of means there
+    assert replicas["accuracy"] == runs.two_ranks["accuracy"]
 
 
 def test_it_says_how_to_start_it():
