@@ -153,11 +153,11 @@ def warn_of_moved(moved: Moved, where: str) -> None:
         warnings.warn(
             f"{where} {len(moved.unlike)} parameters had other strides than on rank 0 and were laid out like there, "
             f"values kept: {shorten(moved.unlike)}.",
-            stacklevel=4,
+            stacklevel=3,
         )
     if moved.not_dense:
         warnings.warn(
             f"{where} {len(moved.not_dense)} parameters were not dense (expanded, or a slice of a larger tensor) and "
             f"were laid out anew, values kept; they share memory with nothing now: {shorten(moved.not_dense)}.",
-            stacklevel=4,
+            stacklevel=3,
         )

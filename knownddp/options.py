@@ -161,7 +161,7 @@ def _warn_of_broadcast_buffers(forward_sync_buffers: bool | None) -> None:
 
 def are_several(device_ids: Sequence[Any] | None) -> bool:
     """Whether replicas are asked for."""
-    return device_ids is not None and len(device_ids) > 1
+    return isinstance(device_ids, Sequence) and not isinstance(device_ids, str) and len(device_ids) > 1
 
 
 def choose_group(

@@ -48,12 +48,6 @@ def examine(module: nn.Module, devices: Sequence[torch.device]) -> None:
                     f"a module with several device_ids cannot hold a {type(part).__name__} ({name or 'the module'}): "
                     f"{reason}.\nFix: run one process for each device."
                 )
-    loose = [n for n, p in module.named_parameters() if p.layout is torch.strided and not is_dense(p.shape, p.stride())]
-    if loose:
-        warnings.warn(
-            f"parameters whose elements share memory or leave gaps are row-major in replicas: {shorten(loose)}.",
-            stacklevel=4,
-        )
     if len({device for device in devices if device.type != "cpu"}) > 1:
         warnings.warn(
             "one process for each device (torchrun) is faster than several device_ids in one: here threads share "
@@ -87,6 +81,13 @@ class Replicas:
         self._dim = dim
         self._tell_unused = tell_unused
         self._local = threading.local()  # ``marks``: what the replica that runs in this thread does not use
+        named = [(name, p) for name, p in module.named_parameters() if p.layout is torch.strided]
+        loose = [name for name, p in named if not is_dense(p.shape, p.stride())]
+        if loose:  # only with ``init_sync=False``: the ranks' agreement leaves none
+            warnings.warn(
+                f"parameters whose elements share memory or leave gaps are row-major in replicas: {shorten(loose)}.",
+                stacklevel=4,
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,8 +67,8 @@ def test_the_fake_behaves_like_the_real_ones():
 def fake(monkeypatch):
     """A KnownDDP made in the test issues its collectives here."""
     comm = RecordingCollectives(world_size=4)
-    monkeypatch.setattr(knownddp.ddp, "Collectives", lambda *_, **__: comm)
-    monkeypatch.setattr(knownddp.ddp, "choose_group", lambda module, group, mesh: group)
+    monkeypatch.setattr(knownddp.ddp, "collectives_over", lambda *_, **__: comm)
+    monkeypatch.setattr(knownddp.ddp, "choose_group", lambda module, group, *_: group)
     return comm
 
 

@@ -124,10 +124,17 @@ LOOSE = {
 
 
 @pytest.mark.parametrize("weight", LOOSE.values(), ids=LOOSE)
-def test_a_parameter_that_is_not_dense_is_row_major_in_replicas_with_a_warning(weight):
-    with pytest.warns(UserWarning, match=r"share memory or leave gaps are row-major in replicas: weight\.") as caught:
-        model = KnownDDP(Weighted(weight), device_ids=["cpu"] * 2)
-    assert caught[0].filename == __file__
+@pytest.mark.parametrize(
+    ("init_sync", "warning"),
+    [
+        (True, r"1 parameters were not dense .* share memory with nothing now: weight\."),
+        (False, r"row-major in replicas: weight\."),
+    ],
+)
+def test_a_parameter_that_is_not_dense_is_row_major_in_replicas_with_a_warning(weight, init_sync, warning):
+    with pytest.warns(UserWarning, match=warning) as caught:
+        model = KnownDDP(Weighted(weight), device_ids=["cpu"] * 2, init_sync=init_sync)
+    assert [one.filename for one in caught] == [__file__]
     model(torch.tensor([1.0, 2.0])).sum().backward()
     twin = model.module.seen[1]
     assert twin.stride() == model.module.grads[1].stride() == (3, 1) and torch.equal(twin, weight)
