@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _torch_private as private
 from .errors import ModelError, shorten
 from .flat import is_dense
+from .outputs import may_fly
 from .parallel import run_parallel, separate_seeds
 from .params import ORIGINAL
 from .scattering import gather, scatter
@@ -197,14 +198,17 @@ def _twin_of(param: Tensor, device: torch.device, *, sparse_grad: bool) -> Tenso
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A differentiable copy on ``device`` in the strides of ``tensor``, row-major if that is not dense."""
+    """A differentiable copy on ``device`` in the strides of ``tensor``, row-major if that is not dense.
+
+    ``tensor`` may be overwritten as soon as this returns.
+    """
     if tensor.layout is not torch.strided:
-        return tensor.to(device, non_blocking=True, copy=True)
+        return tensor.to(device, non_blocking=may_fly(tensor, device), copy=True)
     dense = is_dense(tensor.shape, tensor.stride())
     layout = torch.preserve_format if dense else torch.contiguous_format
     if tensor.device == device:
         return tensor.clone(memory_format=layout)
-    return tensor.to(device, non_blocking=device.type != "cpu", copy=True, memory_format=layout)
+    return tensor.to(device, non_blocking=may_fly(tensor, device), copy=True, memory_format=layout)
 
 
 class _CopyForSparse(torch.autograd.Function):
@@ -217,7 +221,7 @@ class _CopyForSparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.device, non_blocking=ctx.device.type != "cpu"), None
+        return grad.to(ctx.device, non_blocking=may_fly(grad, ctx.device)), None
 
 
 def _laid_out(strides: tuple[int, ...], grad: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -18,11 +19,24 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .errors import ReplicaError
+from .outputs import may_fly
 
 Span = tuple[int, int]  # from, to: rows of a batch
 
-# One a device, since each stream has a memory pool of its own.
-_side_streams: dict[torch.device, torch.Stream] = {}
+
+class _SideStreams(threading.local):
+    """One a device, since each stream has a memory pool of its own; and a thread: who enters one writes to it."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]
+
+
+_side_streams = _SideStreams()
 
 PADDING_HINT = (
     "Why: each replica sees a part of the batch only; pad_packed_sequence, say, pads to the longest sequence there.\n"
@@ -145,17 +159,15 @@ def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, cop
 def moved(tensor: Tensor, device: torch.device, *, copies: bool = False) -> Tensor:
     """``tensor`` on ``device``, without waiting where that is safe. ``copies``: a copy even if it is there already.
 
-    From the CPU to an accelerator it travels on a side stream.
+    From the CPU to an accelerator it travels on a side stream. ``tensor`` may be overwritten as soon as this returns.
     """
     accelerator = torch.accelerator.current_accelerator() if tensor.device.type == "cpu" != device.type else None
-    if accelerator is None or accelerator.type != device.type:
-        # To the CPU a copy that nobody waits for would be read before it is there.
-        return tensor.to(device, non_blocking=device.type != "cpu", copy=copies)
-    if device not in _side_streams:
-        _side_streams[device] = torch.Stream(device)
-    side = _side_streams[device]
+    # A sparse tensor consists of several, for which nobody could answer on the side stream.
+    if accelerator is None or accelerator.type != device.type or tensor.layout is not torch.strided:
+        return tensor.to(device, non_blocking=may_fly(tensor, device), copy=copies)
+    side = _side_streams.of(device)
     with side:
-        arrived = tensor.to(device, non_blocking=True)
+        arrived = tensor.to(device, non_blocking=may_fly(tensor, device))  # where it waits, it waits for this stream
     current = torch.accelerator.current_stream(device)
     current.wait_stream(side)
     arrived.record_stream(current)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
-from knownddp import ReplicaError, UsageError
-from knownddp.scattering import gather, scatter
+from knownddp import ReplicaError, UsageError, scattering
+from knownddp.scattering import gather, moved, scatter
 
 CPU = torch.device("cpu")
 
@@ -155,6 +156,40 @@ def test_tensors_that_disagree_about_rows_are_refused_by_name():
     assert isinstance(caught.value, (ReplicaError, RuntimeError))
     message = str(caught.value)
     assert 'args[0] has 8, args[1]["ids"][0] has 5' in message and "mask" not in message and "Fix: " in message
+
+
+class _SparseInput(Tensor):
+    """Says so, and takes note of where it is copied to."""
+
+    copied_to: torch.device
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.sparse_coo
+
+    def to(self, device: torch.device, **_: Any) -> Tensor:  # type: ignore[override]
+        self.copied_to = device
+        return self
+
+
+def test_sparse_inputs_travel_on_the_current_stream(monkeypatch):
+    """Here there is no stream at all, so that to ask for one would raise."""
+    accelerator = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    tensor = torch.ones(2).as_subclass(_SparseInput)
+    moved(tensor, accelerator)
+    assert tensor.copied_to == accelerator
+
+
+def test_each_thread_has_side_streams_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch, "Stream", lambda device: (threading.current_thread().name, device))
+    streams, device = scattering._SideStreams(), torch.device("cuda", 0)
+    assert streams.of(device) is streams.of(device)
+    found = [streams.of(device)]
+    other = threading.Thread(target=lambda: found.append(streams.of(device)), name="other")
+    other.start()
+    other.join()
+    assert found == [(threading.current_thread().name, device), ("other", device)]
 
 
 # -- joining
