@@ -48,8 +48,9 @@ def compact_parameters(module: nn.Module) -> CompactReport:
     chunk from its beginning on, since cuDNN takes them in no other way (see ``flatten_parameters``).
 
     Left alone, and named in the report, is what others would lose sight of or what is no plain dense tensor: parameters
-    that share memory with one another or with any other tensor (a view of a larger tensor, a buffer, a numpy array,
-    another process), tensor subclasses such as DTensor, uninitialised and sparse ones, those on the meta device.
+    that share memory with one another or with any other tensor (a view of a larger tensor, a buffer, a numpy array, on
+    the CPU also another process; on an accelerator, do not compact what another process was given), tensor subclasses
+    such as DTensor, uninitialised and sparse ones, those on the meta device.
 
     Do not expect speed on the CPU: with 500 small parameters the start of training and an optimizer step took as long
     as before, up to noise: a median ratio of 1.01 for wrapping, 0.99 for AdamW with ``foreach``, 0.96 with ``fused``.

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -149,8 +150,9 @@ def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, cop
         if isinstance(value, Tensor):
             part = value if is_whole or span is None else value.narrow(dim, span[0], span[1] - span[0])
             return moved(part, device, copies=copies)
-        picked = value if is_whole or span is None else _pick(value, *span)
-        return picked.to(device)  # type: ignore[arg-type]  # torch declares only one of the forms it takes
+        if is_whole or span is None:
+            return _moved_sequences(value, device, copies=copies)
+        return _moved_sequences(_pick(value, *span), device, copies=False)  # it is a copy already
     parts = [part for _, part in _parts(value) or ()]
     pieces = [_piece(part, span, device, dim, copies=copies) for part in parts]
     return value if all(map(operator.is_, pieces, parts)) else _rebuilt(value, pieces)
@@ -172,6 +174,16 @@ def moved(tensor: Tensor, device: torch.device, *, copies: bool = False) -> Tens
     current.wait_stream(side)
     arrived.record_stream(current)
     return arrived
+
+
+def _moved_sequences(packed: PackedSequence, device: torch.device, *, copies: bool) -> PackedSequence:
+    """``moved`` for a packed sequence, whose sizes stay on the CPU."""
+    data = moved(packed.data, device, copies=copies)
+    sizes = moved(packed.batch_sizes, packed.batch_sizes.device, copies=copies)
+    indices = (packed.sorted_indices, packed.unsorted_indices)
+    order, inverse = (part if part is None else moved(part, device, copies=copies) for part in indices)
+    stays = all(map(operator.is_, (data, sizes, order, inverse), packed))
+    return packed if stays else PackedSequence(data, sizes, order, inverse)
 
 
 def _pick(packed: PackedSequence, start: int, end: int) -> PackedSequence:
@@ -292,13 +304,23 @@ def _joined_sequences(outputs: Sequence[PackedSequence], device: torch.device, d
 def _equal(outputs: Sequence[Any], path: str) -> Any:
     first = outputs[0]
     for replica, output in enumerate(outputs):
-        try:
-            is_equal = output is first or bool(output == first)
-        except Exception:  # arrays, say
-            is_equal = False
-        if not is_equal:
+        if not _is_equal(output, first):
             raise ReplicaError(
                 f"{path} is no tensor and differs between replicas: {output!r:.80} on replica {replica}, {first!r:.80} "
                 "on replica 0.\nFix: return it as a tensor, one without dimensions if it is a number."
             )
     return first
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two objects of one type are equal; a number that is none (NaN) equals another."""
+    if one is other:
+        return True
+    try:
+        if isinstance(one, np.ndarray):
+            return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+        if isinstance(one, (float, complex, np.generic)) and one != one:
+            return bool(other != other)
+        return bool(one == other)
+    except Exception:  # whatever an object's own comparison may raise
+        return False

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from knownddp.outputs import MAX_DEPTH, MAX_OBJECTS, find_tensors, may_fly, to_device, to_dtype
-from knownddp.replicas import copied
-from knownddp.scattering import moved
+from knownddp.outputs import MAX_DEPTH, MAX_OBJECTS, find_tensors, to_device, to_dtype
 
 A, B, C = (torch.tensor(float(i)) for i in range(3))
 
@@ -168,50 +166,6 @@ def test_to_device_moves_a_packed_sequence_as_one():
     moved = to_device([pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])], META)[0]
     assert isinstance(moved, PackedSequence)
     assert moved.data.device == META and moved.batch_sizes.device.type == "cpu"
-
-
-class _Somewhere(Tensor):
-    """Tells that it lies on ``place``, in pinned memory or not, and takes note of how it is copied."""
-
-    place: torch.device
-    pinned: bool
-    flew: bool
-
-    @property
-    def device(self) -> torch.device:
-        return self.place
-
-    def is_pinned(self, device: Any = None) -> bool:
-        return self.pinned
-
-    def to(self, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
-        self.flew = non_blocking
-        return self
-
-
-def _somewhere(place: str, *, pinned: bool) -> _Somewhere:
-    tensor = torch.ones(2).as_subclass(_Somewhere)
-    tensor.place, tensor.pinned = torch.device(place), pinned
-    return tensor
-
-
-@pytest.mark.parametrize("copy_to", [to_device, moved, copied])
-@pytest.mark.parametrize(
-    ("source", "target", "pinned", "flies"),
-    [
-        ("cpu", "cuda:0", False, True),
-        ("cpu", "cuda:0", True, False),
-        ("cpu", "mps:0", False, False),
-        ("cuda:0", "cuda:1", False, True),
-        ("cuda:0", "cpu", False, False),
-    ],
-)
-def test_a_copy_is_waited_for_where_its_source_or_itself_could_be_seen_too_early(
-    copy_to, source, target, pinned, flies
-):
-    tensor, device = _somewhere(source, pinned=pinned), torch.device(target)
-    copy_to(tensor, device)
-    assert tensor.flew is may_fly(tensor, device) is flies
 
 
 def test_to_device_leaves_alone_what_is_there_already():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
-from knownddp import ReplicaError, UsageError, scattering
-from knownddp.scattering import gather, moved, scatter
+from knownddp import ReplicaError, UsageError
+from knownddp.scattering import gather, scatter
 
 CPU = torch.device("cpu")
 
@@ -158,40 +157,6 @@ def test_tensors_that_disagree_about_rows_are_refused_by_name():
     assert 'args[0] has 8, args[1]["ids"][0] has 5' in message and "mask" not in message and "Fix: " in message
 
 
-class _SparseInput(Tensor):
-    """Says so, and takes note of where it is copied to."""
-
-    copied_to: torch.device
-
-    @property
-    def layout(self) -> torch.layout:
-        return torch.sparse_coo
-
-    def to(self, device: torch.device, **_: Any) -> Tensor:  # type: ignore[override]
-        self.copied_to = device
-        return self
-
-
-def test_sparse_inputs_travel_on_the_current_stream(monkeypatch):
-    """Here there is no stream at all, so that to ask for one would raise."""
-    accelerator = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
-    tensor = torch.ones(2).as_subclass(_SparseInput)
-    moved(tensor, accelerator)
-    assert tensor.copied_to == accelerator
-
-
-def test_each_thread_has_side_streams_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch, "Stream", lambda device: (threading.current_thread().name, device))
-    streams, device = scattering._SideStreams(), torch.device("cuda", 0)
-    assert streams.of(device) is streams.of(device)
-    found = [streams.of(device)]
-    other = threading.Thread(target=lambda: found.append(streams.of(device)), name="other")
-    other.start()
-    other.join()
-    assert found == [(threading.current_thread().name, device), ("other", device)]
-
-
 # -- joining
 
 
@@ -247,7 +212,34 @@ def test_equal_objects_are_returned_as_they_are(value):
     assert same(join(value, value), value)
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, 2), ("a", "b"), (np.arange(2), np.arange(2)), (object(), object())])
+EQUAL = [
+    (float("nan"), float("nan")),
+    (complex(1, float("nan")), complex(1, float("nan"))),
+    (np.float32("nan"), np.float32("nan")),
+    (np.arange(2), np.arange(2)),
+    (np.array([1, float("nan")]), np.array([1, float("nan")])),
+    (np.array(["a"]), np.array(["a"])),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_arrays_are_compared_by_their_elements_and_what_is_no_number_is_equal(one, other):
+    assert one is not other and join({"n": one}, {"n": other})["n"] is one
+
+
+DIFFERENT = [
+    (1, 2),
+    ("a", "b"),
+    (1.0, float("nan")),
+    (float("nan"), 1.0),
+    (np.arange(2), np.arange(3)),
+    (np.arange(2), np.arange(2.0)),
+    (np.arange(2), np.array([0, 2])),
+    (object(), object()),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_other_objects_that_differ_are_refused(one, other):
     with pytest.raises(ReplicaError, match=r'output\["n"\] is no tensor and differs between replicas: .* on replica 1'):
         join({"n": one}, {"n": other})
@@ -342,6 +334,18 @@ def test_sorted_parts_that_are_not_sorted_together_get_indices():
     joined = join(rnn.pack_sequence([short]), rnn.pack_sequence([long]))
     assert joined.sorted_indices.tolist() == [1, 0]
     assert [one.flatten().tolist() for one in rnn.unpack_sequence(joined)] == [[0], [100, 101]]
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_a_packed_sequence_that_goes_to_every_replica_is_copied_for_all_but_the_first(enforce_sorted):
+    """One sequence, where the batch has four rows; replicas may write to what they were given."""
+    packed = rnn.pack_sequence(sequences([3]), enforce_sorted=enforce_sorted)
+    (first, _), (second, _) = split(packed, torch.zeros(4))
+    assert first[0] is packed
+    assert_same_packed(second[0], packed)
+    mine = {tensor.data_ptr() for tensor in packed if tensor is not None}
+    assert len(mine) == (2 if enforce_sorted else 4)
+    assert mine.isdisjoint(tensor.data_ptr() for tensor in second[0] if tensor is not None)
 
 
 def test_gradients_go_back_through_packed_sequences():
