@@ -160,7 +160,7 @@ def sha256_of(module: nn.Module) -> str:
 def report(summary: dict[str, Any]) -> None:
     losses = summary["losses"]
     for step in range(0, len(losses), max(len(losses) // 5, 1)):
-        print(f"step {step:>4}        {losses[step]:.4f} nats a character")
+        print(f"step {step:>4}        {losses[step]:.4f} nats a character, mean over lines")
     print(f"last 10 steps    {statistics.fmean(losses[-10:]):.4f}")
     print(f"accuracy         {summary['accuracy']:.1%} of unseen lines, {1 / len(MODULES):.1%} by chance")
     print(f"parameters       sha256 {summary['parameters_sha256']}")

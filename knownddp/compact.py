@@ -48,13 +48,15 @@ def compact_parameters(module: nn.Module) -> CompactReport:
     chunk from its beginning on, since cuDNN takes them in no other way (see ``flatten_parameters``).
 
     Left alone, and named in the report, is what others would lose sight of or what is no plain dense tensor: parameters
-    that share memory with one another or with any other tensor (a view of a larger tensor, a buffer, a numpy array,
-    another process), tensor subclasses such as DTensor, uninitialised and sparse ones, those on the meta device.
+    that share memory with one another or with any other tensor (a view of a larger tensor, a buffer, a numpy array, on
+    the CPU also another process; on an accelerator, do not compact what another process was given), tensor subclasses
+    such as DTensor, uninitialised and sparse ones, those on the meta device.
 
     Do not expect speed on the CPU: with 500 small parameters the start of training and an optimizer step took as long
-    as before, up to noise: a median ratio of 1.01 for wrapping, 0.99 for AdamW with ``foreach``, 0.96 with ``fused``.
-    What it does buy is that a whole model is one tensor to whoever wants that, for one broadcast (0.01 of the time) or
-    one copy (0.13) in the place of hundreds. ``python proofs/compact_gain.py`` measures it.
+    as before, up to noise (on a busy machine, a median ratio of 0.96 and 1.04 for wrapping in two runs, 0.96 to 0.98
+    for AdamW). What it does buy is that a whole model is one tensor to whoever wants that: for one broadcast (0.01 of
+    the time of hundreds, but 0.3 to 0.4 of that of torch's packed one) or one copy (0.12 of that of a loop, 0.15 of
+    that of ``foreach``), which are milliseconds. ``python proofs/compact_gain.py`` measures it.
 
     What undoes it: ``.to()``, ``copy.deepcopy`` and ``load_state_dict(assign=True)`` make new tensors (call again
     afterwards). ``torch.save`` of one parameter writes its whole storage. Call it before a CUDA graph is captured, and

@@ -47,7 +47,7 @@ class StockInterface(nn.Module, Joinable):
     _comm_hooks: list[tuple[Callable[..., Any], object]]
 
     broadcast_bucket_size = CHUNK_BYTES
-    use_side_stream_for_tensor_copies = False  # inputs are moved on the current stream
+    use_side_stream_for_tensor_copies = False  # with one device; those of replicas travel on one
 
     # -- buffers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from . import _torch_private as private
 from .agreement import Moved, agree, fix_strides, report_on
 from .buffers import BufferSync, broadcast_from, named_buffers
 from .comm import Collectives, collectives_over, destroy_retired, is_initialized
-from .errors import ModelError, PeerError
+from .errors import InternalError, ModelError, PeerError
 from .interface import StockInterface
 from .join import UnevenInputs
 from .logging_data import LoggingData, describe
@@ -98,8 +99,8 @@ class LifeCycle(StockInterface):
         )
         self._replicas = None
         if options.placement is not None:
-            mark, place = self.reducer.forwards.mark_unused, options.placement
-            self._replicas = Replicas(self.module, place.devices, place.output, self.dim, mark)
+            place, tell_unused = options.placement, functools.partial(_mark_running, self.reducer)
+            self._replicas = Replicas(self.module, place.devices, place.output, self.dim, tell_unused)
         param_dtype = options.precision.param_dtype if options.precision is not None else None
         self._low_precision = LowPrecision(self.module, params, param_dtype) if param_dtype is not None else None
         self._uneven = UnevenInputs(self.reducer, comm, params, self._buffer_sync)
@@ -169,6 +170,12 @@ class LifeCycle(StockInterface):
         comm = collectives_over(self.process_group, own_group=self._options.own_group)
         params = ManagedParams(self.module, self._options.reduce_dtype)
         self._attach(comm, params, synchronises_buffers=synchronises_buffers)
+
+
+def _mark_running(reducer: Reducer, unused: frozenset[int]) -> None:
+    """Mark in the forward that runs, as the reducer knows it now: ``take_over`` brings it another log."""
+    if not reducer.forwards.mark_unused(unused):
+        raise InternalError(f"{reducer.where} replicas marked parameters as unused while no forward ran.")
 
 
 def _release(reducer: Reducer, comm: Collectives) -> None:

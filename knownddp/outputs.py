@@ -66,9 +66,28 @@ def _contents(value: Any) -> list[Any] | None:
     return inside if inside or hasattr(value, "__dict__") else None
 
 
+def may_fly(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a copy to ``device`` may still be on its way when the call that makes it returns (``non_blocking``).
+
+    Not to the CPU, where it would be read before it is there. Nor from the CPU, where the caller may overwrite it
+    meanwhile; except to CUDA and from memory that is not pinned, since values are then taken out of it at once.
+    """
+    if tensor.device.type != "cpu":
+        return device.type != "cpu"
+    return device.type == "cuda" and not torch.compiler.is_compiling() and not tensor.is_pinned()
+
+
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``; structure and types stay, other objects pass by reference."""
-    return _convert(value, lambda tensor: tensor.to(device, non_blocking=True), into_dataclasses=False)
+    """``value`` with every tensor in it on ``device``; structure and types stay, other objects pass by reference.
+
+    What was given may be overwritten as soon as this returns.
+    """
+
+    def to(tensor: Any) -> Any:
+        values = tensor if isinstance(tensor, Tensor) else tensor.data  # a packed sequence's
+        return tensor.to(device, non_blocking=may_fly(values, device))
+
+    return _convert(value, to, into_dataclasses=False)
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:

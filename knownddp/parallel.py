@@ -2,7 +2,8 @@
 
 [Note: turns] Replicas on one device take turns, in order. They share its random generator: at the same time they would
 draw from it in an order that nobody knows, and an activation checkpoint, which puts the generator back to where it was
-to draw the same numbers again, would draw others. Replicas on different devices run at the same time.
+to draw the same numbers again, would draw others. Replicas on different devices run at the same time. What they draw on
+the CPU, whose generator all threads share, comes in an order that no seed repeats: draw on the replica's own device.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class CallerState:
         self._streams = {d: torch.accelerator.current_stream(d) for d in devices if d.type in kinds - {"cpu"}}
 
     @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """``device`` is the current one, if it is of a kind that has such."""
+    def caller_thread(self, device: torch.device) -> Iterator[None]:
+        """For a replica on ``device`` in the caller's thread: it is the current one if its kind has such."""
         with contextlib.ExitStack() as stack:
             if device in self._streams:
                 stack.enter_context(torch.accelerator.device_index(device.index))
@@ -49,10 +50,10 @@ class CallerState:
             yield
 
     @contextlib.contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """In another thread, for a replica on ``device``."""
+    def worker_thread(self, device: torch.device) -> Iterator[None]:
+        """The same in another thread, which sees what the caller's sees."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.on(device))
+            stack.enter_context(self.caller_thread(device))
             if self._default_device is not None:
                 is_own = self._default_device == self._first
                 stack.enter_context(device if is_own else self._default_device)
@@ -60,7 +61,7 @@ class CallerState:
             stack.enter_context(torch.set_grad_enabled(self._grad))  # after inference mode, which sets it too
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._caches_casts))
-            if self._hooks is not None and self._hooks[0].__module__ != "torch.utils.checkpoint":
+            if self._hooks is not None and getattr(self._hooks[0], "__module__", None) != "torch.utils.checkpoint":
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
             yield
 
@@ -113,12 +114,12 @@ def run_parallel(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
     threads: list[threading.Thread] = []
     try:
         for replica, task in enumerate(tasks[1:], 1):
-            arguments = (task.run, state.entered)
+            arguments = (task.run, state.worker_thread)
             name = f"knownddp replica {replica}"
             thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, name=name, daemon=True)
             thread.start()
             threads.append(thread)
-        tasks[0].run(state.on)
+        tasks[0].run(state.caller_thread)
     except BaseException:  # a thread could not be started, or an interrupt came between two lines
         tasks[0].give_up()
         raise

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_private as private
-from .errors import ModelError, shorten
+from .errors import ModelError, ReplicaError, shorten
 from .flat import is_dense
+from .outputs import may_fly
 from .parallel import run_parallel, separate_seeds
 from .params import ORIGINAL
 from .scattering import gather, scatter
 
 MAX_DEPTH = 4  # of containers in a module's attributes that are searched for modules and parameters
+_HAVE_OR_HOLD_TWINS = (nn.Module, Tensor, types.MethodType, list, tuple, dict)
 
 
 def examine(module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -94,9 +96,10 @@ class Replicas:
         """``module(*args, **kwargs)``, each replica on its part of the batch.
 
         Raises:
-            ReplicaError: inputs cannot be split, or outputs not be joined.
+            ReplicaError: inputs cannot be split, or outputs not be joined, or the module was moved.
             What a replica raises.
         """
+        self._check_place()
         given = scatter(args, kwargs, self._devices, self._dim)
         devices = self._devices[: len(given)]
         separate_seeds(devices)
@@ -111,6 +114,15 @@ class Replicas:
         if unused:
             self._tell_unused(unused)
         return gather(outputs, self._output_device, self._dim)
+
+    def _check_place(self) -> None:
+        """Raises where the module was moved since it was wrapped: the devices of replicas are those of then."""
+        param, device = next(self._module.parameters(), None), self._devices[0]
+        if param is not None and param.device != device:
+            raise ReplicaError(
+                f"the module was wrapped for replicas, the first of which is on {device}, and is on {param.device}.\n"
+                "Fix: wrap it again after moving it, with device_ids that begin with its device, or move it back."
+            )
 
     def _run(self, replica: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], marks: set[int]) -> Any:
         before = getattr(self._local, "marks", None)
@@ -137,7 +149,9 @@ def replicate(module: nn.Module, device: torch.device) -> nn.Module:
     """
     parts = list(module.modules())
     twins: dict[int, Any] = {}
-    sparse = {id(part.weight) for part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse}
+    # A weight that is computed from another (a parametrization) is no parameter, and to ask for it would compute it.
+    tables = [part for part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
+    sparse = {id(part._parameters.get("weight")) for part in tables}
     # As parameters require gradients whatever the mode, copies do: a part of the module may switch gradients on.
     with torch.inference_mode(False), torch.enable_grad():
         for part in parts:
@@ -181,6 +195,8 @@ def _translated(value: Any, twins: dict[int, Any], depth: int) -> Any:
     if not depth or type(value) not in (list, tuple, dict, OrderedDict):
         return value
     parts = value.values() if isinstance(value, dict) else value
+    if not any(issubclass(kind, _HAVE_OR_HOLD_TWINS) for kind in set(map(type, parts))):
+        return value  # a vocabulary, say: this look at it is short however often it is taken
     translated = [_translated(part, twins, depth - 1) for part in parts]
     if all(new is old for new, old in zip(translated, parts, strict=True)):
         return value
@@ -197,14 +213,17 @@ def _twin_of(param: Tensor, device: torch.device, *, sparse_grad: bool) -> Tenso
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A differentiable copy on ``device`` in the strides of ``tensor``, row-major if that is not dense."""
+    """A differentiable copy on ``device`` in the strides of ``tensor``, row-major if that is not dense.
+
+    ``tensor`` may be overwritten as soon as this returns.
+    """
     if tensor.layout is not torch.strided:
-        return tensor.to(device, non_blocking=True, copy=True)
+        return tensor.to(device, non_blocking=may_fly(tensor, device), copy=True)
     dense = is_dense(tensor.shape, tensor.stride())
     layout = torch.preserve_format if dense else torch.contiguous_format
     if tensor.device == device:
         return tensor.clone(memory_format=layout)
-    return tensor.to(device, non_blocking=device.type != "cpu", copy=True, memory_format=layout)
+    return tensor.to(device, non_blocking=may_fly(tensor, device), copy=True, memory_format=layout)
 
 
 class _CopyForSparse(torch.autograd.Function):
@@ -217,7 +236,7 @@ class _CopyForSparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.device, non_blocking=ctx.device.type != "cpu"), None
+        return grad.to(ctx.device, non_blocking=may_fly(grad, ctx.device)), None
 
 
 def _laid_out(strides: tuple[int, ...], grad: Tensor) -> Tensor:

@@ -55,16 +55,19 @@ def chunk_of(rnn: nn.RNNBase) -> list[nn.Parameter] | None:
 
 
 def is_flat(rnn: nn.RNNBase) -> bool:
-    """Whether the weights of ``rnn`` are one chunk: side by side in one storage, from its beginning on.
+    """Whether the weights of ``rnn`` are one chunk: in its order in one storage, from the beginning of that on.
 
     Only ``flatten_parameters`` knows exactly where cuDNN wants each; gaps between them may be its own.
     """
     chunk = chunk_of(rnn)
-    if chunk is None or len({weight.untyped_storage().data_ptr() for weight in chunk}) > 1:
+    if chunk is None or not _share_a_storage(chunk):
         return False
-    places = sorted((int(weight.storage_offset()), weight.numel()) for weight in chunk)
-    side_by_side = all(begin + numel <= after for (begin, numel), (after, _) in pairwise(places))
-    return side_by_side and chunk[0].storage_offset() == 0
+    follow = all(one.storage_offset() + one.numel() <= after.storage_offset() for one, after in pairwise(chunk))
+    return follow and chunk[0].storage_offset() == 0
+
+
+def _share_a_storage(weights: Sequence[nn.Parameter]) -> bool:
+    return len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
 
 
 def flatten(rnn: nn.RNNBase) -> None:
@@ -73,6 +76,8 @@ def flatten(rnn: nn.RNNBase) -> None:
     chunk = chunk_of(rnn)
     if chunk is None or is_flat(rnn):
         return
+    if chunk[0].is_cuda and _share_a_storage(chunk):
+        return  # cuDNN has an order of its own for them, perhaps
     *offsets, numel = accumulate((weight.numel() for weight in chunk), initial=0)
     move_into(torch.empty(numel, dtype=chunk[0].dtype, device=chunk[0].device), chunk, offsets)
 
@@ -88,7 +93,9 @@ def flatten_for_cudnn(module: nn.Module) -> None:
 def kept_flat(module: nn.Module) -> Iterator[None]:
     """Whatever happens inside to the parameters of ``module``, an RNN that is one chunk before is one afterwards."""
     flat = [rnn for rnn in rnns_of(module) if is_flat(rnn)]
-    yield
-    for rnn in flat:
-        if not is_flat(rnn):
-            flatten(rnn)
+    try:
+        yield
+    finally:  # what raised may have replaced parameters before
+        for rnn in flat:
+            if not is_flat(rnn):
+                flatten(rnn)

@@ -10,19 +10,34 @@ import copy
 import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .errors import ReplicaError
+from .outputs import may_fly
 
 Span = tuple[int, int]  # from, to: rows of a batch
 
-# One a device, since each stream has a memory pool of its own.
-_side_streams: dict[torch.device, torch.Stream] = {}
+
+class _SideStreams(threading.local):
+    """One a device, since each stream has a memory pool of its own; and a thread: who enters one writes to it."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]
+
+
+_side_streams = _SideStreams()
 
 PADDING_HINT = (
     "Why: each replica sees a part of the batch only; pad_packed_sequence, say, pads to the longest sequence there.\n"
@@ -135,8 +150,9 @@ def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, cop
         if isinstance(value, Tensor):
             part = value if is_whole or span is None else value.narrow(dim, span[0], span[1] - span[0])
             return moved(part, device, copies=copies)
-        picked = value if is_whole or span is None else _pick(value, *span)
-        return picked.to(device)  # type: ignore[arg-type]  # torch declares only one of the forms it takes
+        if is_whole or span is None:
+            return _moved_sequences(value, device, copies=copies)
+        return _moved_sequences(_pick(value, *span), device, copies=False)  # it is a copy already
     parts = [part for _, part in _parts(value) or ()]
     pieces = [_piece(part, span, device, dim, copies=copies) for part in parts]
     return value if all(map(operator.is_, pieces, parts)) else _rebuilt(value, pieces)
@@ -145,21 +161,29 @@ def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, cop
 def moved(tensor: Tensor, device: torch.device, *, copies: bool = False) -> Tensor:
     """``tensor`` on ``device``, without waiting where that is safe. ``copies``: a copy even if it is there already.
 
-    From the CPU to an accelerator it travels on a side stream.
+    From the CPU to an accelerator it travels on a side stream. ``tensor`` may be overwritten as soon as this returns.
     """
     accelerator = torch.accelerator.current_accelerator() if tensor.device.type == "cpu" != device.type else None
-    if accelerator is None or accelerator.type != device.type:
-        # To the CPU a copy that nobody waits for would be read before it is there.
-        return tensor.to(device, non_blocking=device.type != "cpu", copy=copies)
-    if device not in _side_streams:
-        _side_streams[device] = torch.Stream(device)
-    side = _side_streams[device]
+    # A sparse tensor consists of several, for which nobody could answer on the side stream.
+    if accelerator is None or accelerator.type != device.type or tensor.layout is not torch.strided:
+        return tensor.to(device, non_blocking=may_fly(tensor, device), copy=copies)
+    side = _side_streams.of(device)
     with side:
-        arrived = tensor.to(device, non_blocking=True)
+        arrived = tensor.to(device, non_blocking=may_fly(tensor, device))  # where it waits, it waits for this stream
     current = torch.accelerator.current_stream(device)
     current.wait_stream(side)
     arrived.record_stream(current)
     return arrived
+
+
+def _moved_sequences(packed: PackedSequence, device: torch.device, *, copies: bool) -> PackedSequence:
+    """``moved`` for a packed sequence, whose sizes stay on the CPU."""
+    data = moved(packed.data, device, copies=copies)
+    sizes = moved(packed.batch_sizes, packed.batch_sizes.device, copies=copies)
+    indices = (packed.sorted_indices, packed.unsorted_indices)
+    order, inverse = (part if part is None else moved(part, device, copies=copies) for part in indices)
+    stays = all(map(operator.is_, (data, sizes, order, inverse), packed))
+    return packed if stays else PackedSequence(data, sizes, order, inverse)
 
 
 def _pick(packed: PackedSequence, start: int, end: int) -> PackedSequence:
@@ -280,13 +304,23 @@ def _joined_sequences(outputs: Sequence[PackedSequence], device: torch.device, d
 def _equal(outputs: Sequence[Any], path: str) -> Any:
     first = outputs[0]
     for replica, output in enumerate(outputs):
-        try:
-            is_equal = output is first or bool(output == first)
-        except Exception:  # arrays, say
-            is_equal = False
-        if not is_equal:
+        if not _is_equal(output, first):
             raise ReplicaError(
                 f"{path} is no tensor and differs between replicas: {output!r:.80} on replica {replica}, {first!r:.80} "
                 "on replica 0.\nFix: return it as a tensor, one without dimensions if it is a number."
             )
     return first
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two objects of one type are equal; a number that is none (NaN) equals another."""
+    if one is other:
+        return True
+    try:
+        if isinstance(one, np.ndarray):
+            return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+        if isinstance(one, (float, complex, np.generic)) and one != one:
+            return bool(other != other)
+        return bool(one == other)
+    except Exception:  # whatever an object's own comparison may raise
+        return False

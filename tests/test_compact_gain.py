@@ -17,5 +17,5 @@ def test_compacted_models_train_to_the_same_bits_and_the_table_is_printed():
     done = subprocess.run([sys.executable, SCRIPT, "--quick"], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "50 parameters, 0.0 MB moved, 0 bytes of padding, storages: 1"
-    assert len(lines) == 9 and lines[-1] == "values are the same to the last bit"
+    assert lines[0] == "50 parameters, 28160 bytes moved, 0 bytes of padding, storages: 1"
+    assert len(lines) == 12 and lines[-1] == "values are the same to the last bit"

@@ -14,8 +14,12 @@ import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rnn_packed.py"
 STEPS = 60
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Python's arguments that start so many ranks of what follows."""
+    launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return [*launcher, "--nproc-per-node", str(ranks)]
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -39,7 +43,7 @@ def train(log: Path, *words: object) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("rnn")
-    return SimpleNamespace(two_ranks=train(folder / "two.json", *TORCHRUN, EXAMPLE), folder=folder)
+    return SimpleNamespace(two_ranks=train(folder / "two.json", *torchrun(2), EXAMPLE), folder=folder)
 
 
 def test_it_learns_from_a_uniform_guess_on(runs):
@@ -52,7 +56,7 @@ def test_it_learns_from_a_uniform_guess_on(runs):
 
 
 def test_one_rank_on_all_lines_has_the_same_losses(runs):
-    one = train(runs.folder / "one.json", "-m", "torch.distributed.run", *TORCHRUN[2:3], "1", *TORCHRUN[4:], EXAMPLE)
+    one = train(runs.folder / "one.json", *torchrun(1), EXAMPLE)
     assert one["losses"] == pytest.approx(runs.two_ranks["losses"], rel=1e-3)
     assert one["losses"][:5] == pytest.approx(runs.two_ranks["losses"][:5], rel=1e-5)
 

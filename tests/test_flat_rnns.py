@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def test_where_cudnn_does_not_apply_separate_weights_stay_where_they_are(ranks, 
 
 
 class _AsOnCuda(nn.LSTM):
-    """Its ``flatten_parameters`` makes a chunk, as torch's does on CUDA, in torch's order for CUDA or any other."""
+    """Its ``flatten_parameters`` makes a chunk, as torch's does on CUDA: matrices of all layers, then biases."""
 
     made = 0
 
@@ -170,16 +170,17 @@ class _AsOnCuda(nn.LSTM):
         if not all(isinstance(weight, Tensor) for weight in self._flat_weights):
             return
         self.made += 1
-        flat = torch.cat([weight.detach().flatten() for weight in self._flat_weights])
-        for weight in self._flat_weights:
+        weights = [weight for dim in (2, 1) for weight in self._flat_weights if weight.dim() == dim]
+        flat = torch.cat([weight.detach().flatten() for weight in weights])
+        for weight in weights:
             place, flat = flat[: weight.numel()], flat[weight.numel() :]
             weight.data = place.view(weight.shape)
 
 
-def _flattened_by_torch(rank: int) -> None:
+def _flattened_by_torch(rank: int, layers: int) -> None:
     """A deep copy has separate weights, and torch does not mend that; wrapping, and copying a wrapper, does."""
-    copied = copy.deepcopy(_AsOnCuda(2, 3))
-    assert _storages(copied) == 4
+    copied = copy.deepcopy(_AsOnCuda(2, 3, num_layers=layers))
+    assert _storages(copied) == 4 * layers
     made = copied.made
     model = KnownDDP(copied)
     assert is_flat(copied) and copied.made == made + 1
@@ -199,8 +200,46 @@ def _flattened_by_torch(rank: int) -> None:
     assert KnownDDP(copied).module.made == made  # it was one already
 
 
-def test_wrapping_makes_one_chunk_of_what_cudnn_would_run(ranks):
-    ranks(2, _flattened_by_torch)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_wrapping_makes_one_chunk_of_what_cudnn_would_run(ranks, layers):
+    ranks(2, _flattened_by_torch, layers)
+
+
+def _lay(weights: Iterable[nn.Parameter]) -> None:
+    """One after the other, in one storage."""
+    weights = list(weights)
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight in weights:
+        place, flat = flat[: weight.numel()], flat[weight.numel() :]
+        weight.data = place.view(weight.shape)
+
+
+def _in_definition_order(rank: int) -> None:
+    """Weights and biases layer by layer: for cuDNN that is no chunk unless there is one layer."""
+    for layers, made in ((1, 0), (2, 1)):
+        rnn = _AsOnCuda(2, 3, num_layers=layers)
+        _lay(rnn.parameters())
+        assert is_flat(rnn) is (layers == 1)
+        rnn.made = 0
+        KnownDDP(rnn)
+        assert is_flat(rnn) and rnn.made == made
+        _check_chunk(rnn)
+
+
+def test_weights_in_another_order_are_no_chunk(ranks):
+    ranks(2, _in_definition_order)
+
+
+def test_an_rnn_stays_flat_when_loading_raises():
+    """An extra key is found only when all others were assigned."""
+    model = KnownDDP(nn.LSTM(2, 3), device_ids=["cpu", "cpu"])
+    compact_parameters(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**state, "more": torch.ones(1)}, assign=True)
+    model(torch.ones(2, 2, 2))  # the RNN notices now that parameters were replaced
+    _check_chunk(model.module)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_chunk_begins_where_its_storage_begins():

@@ -12,7 +12,7 @@ from models import Skippable, assert_grads, inputs, make, mean_grads, raises_eve
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from knownddp import ArgumentError, KnownDDP, MeshError, ModelError, PeerError
+from knownddp import ArgumentError, KnownDDP, MeshError, ModelError, PeerError, ReplicaError, replicas
 from knownddp.replicas import examine, replicate
 
 CPU = torch.device("cpu")
@@ -103,6 +103,14 @@ def test_ranks_may_have_different_numbers_of_devices(ranks):
     ranks(2, _numbers_of_replicas)
 
 
+@pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.module.to("meta")])
+def test_a_module_that_was_moved_is_refused(move):
+    _, model = make(device_ids=TWO)
+    move(model)
+    with pytest.raises(ReplicaError, match=r"the first of which is on cpu, and is on meta\.\nFix: wrap it again"):
+        model(x_of())
+
+
 REFUSED = {
     "SyncBatchNorm": lambda: nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)),
     "RecursiveScriptModule": lambda: nn.Sequential(nn.Linear(3, 3), _script()),
@@ -161,6 +169,34 @@ def test_a_replica_reaches_its_own_parts_by_any_way():
     plain, model = make(_References, device_ids=TWO)
     trains(plain, model, steps=1)
     assert len(set(map(id, model.module.hooked))) == 2
+
+
+class _Vocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.numbers: dict[str, Any] = {f"word {i}": i for i in range(10_000)}
+        self.words: list[Any] = list(self.numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words[-1](x) if isinstance(self.words[-1], nn.Module) else self.linear(x)
+
+
+def test_a_vocabulary_is_not_looked_through_word_by_word(monkeypatch):
+    """But what is put into it later is found: the module at its end is each replica's own."""
+    plain, model = make(_Vocabulary, device_ids=TWO)
+    looked_at = []
+    monkeypatch.setattr(replicas, "_translated", lambda *args: looked_at.append(args) or TRANSLATED(*args))
+    trains(plain, model, steps=1)
+    assert len(looked_at) < 200
+    model.module.words.append(model.module.linear)
+    trains(plain, model, steps=1)
+    own = replicate(model.module, CPU)
+    assert own.words[-1] is own.linear is not model.module.linear
+    assert own.numbers is model.module.numbers
+
+
+TRANSLATED = replicas._translated
 
 
 def test_a_replica_has_parameters_and_names_like_the_module():
@@ -293,6 +329,23 @@ def _sparse(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sparse_gradients_stay_sparse(ranks, world_size):
     ranks(world_size, _sparse)
+
+
+class _Doubled(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return 2 * weight
+
+
+def test_a_parametrized_table_is_computed_only_where_it_is_used():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    nn.utils.parametrize.register_parametrization(embedding, "weight", _Doubled())
+    doubled = embedding.parametrizations.weight[0]
+    doubled.calls = 0
+    replicate(embedding, CPU)
+    assert doubled.calls == 0
 
 
 def test_parameters_of_one_call_are_replicated():

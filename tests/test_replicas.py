@@ -251,6 +251,23 @@ def test_marking_works_in_low_precision_too():
     assert model.stats().late_rounds == 0 and model.stats().bytes_skipped > 0
 
 
+def _marked_in_another_group(rank: int) -> None:
+    _, model = make(_Marking, **on(2))
+    model.module.owner = lambda: model
+    for step in range(3):
+        if step:
+            model._update_process_group(dist.new_group([0, 1]))
+        model.zero_grad()
+        model(torch.tensor([[2.0, 1, 1], [2, 1, 1]])).square().sum().backward()
+        assert model.stats().bytes_skipped == (step + 1) * 4 * 36 and model.stats().late_rounds == 0
+    dist.barrier()
+
+
+def test_marking_goes_on_with_other_ranks(ranks):
+    """Three of four layers are marked in each step: 36 numbers."""
+    ranks(2, _marked_in_another_group)
+
+
 # -- what a wrapper offers beside
 
 

@@ -212,7 +212,34 @@ def test_equal_objects_are_returned_as_they_are(value):
     assert same(join(value, value), value)
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, 2), ("a", "b"), (np.arange(2), np.arange(2)), (object(), object())])
+EQUAL = [
+    (float("nan"), float("nan")),
+    (complex(1, float("nan")), complex(1, float("nan"))),
+    (np.float32("nan"), np.float32("nan")),
+    (np.arange(2), np.arange(2)),
+    (np.array([1, float("nan")]), np.array([1, float("nan")])),
+    (np.array(["a"]), np.array(["a"])),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_arrays_are_compared_by_their_elements_and_what_is_no_number_is_equal(one, other):
+    assert one is not other and join({"n": one}, {"n": other})["n"] is one
+
+
+DIFFERENT = [
+    (1, 2),
+    ("a", "b"),
+    (1.0, float("nan")),
+    (float("nan"), 1.0),
+    (np.arange(2), np.arange(3)),
+    (np.arange(2), np.arange(2.0)),
+    (np.arange(2), np.array([0, 2])),
+    (object(), object()),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_other_objects_that_differ_are_refused(one, other):
     with pytest.raises(ReplicaError, match=r'output\["n"\] is no tensor and differs between replicas: .* on replica 1'):
         join({"n": one}, {"n": other})
@@ -307,6 +334,18 @@ def test_sorted_parts_that_are_not_sorted_together_get_indices():
     joined = join(rnn.pack_sequence([short]), rnn.pack_sequence([long]))
     assert joined.sorted_indices.tolist() == [1, 0]
     assert [one.flatten().tolist() for one in rnn.unpack_sequence(joined)] == [[0], [100, 101]]
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_a_packed_sequence_that_goes_to_every_replica_is_copied_for_all_but_the_first(enforce_sorted):
+    """One sequence, where the batch has four rows; replicas may write to what they were given."""
+    packed = rnn.pack_sequence(sequences([3]), enforce_sorted=enforce_sorted)
+    (first, _), (second, _) = split(packed, torch.zeros(4))
+    assert first[0] is packed
+    assert_same_packed(second[0], packed)
+    mine = {tensor.data_ptr() for tensor in packed if tensor is not None}
+    assert len(mine) == (2 if enforce_sorted else 4)
+    assert mine.isdisjoint(tensor.data_ptr() for tensor in second[0] if tensor is not None)
 
 
 def test_gradients_go_back_through_packed_sequences():
