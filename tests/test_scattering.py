@@ -212,7 +212,13 @@ def test_equal_objects_are_returned_as_they_are(value):
     assert same(join(value, value), value)
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, 2), ("a", "b"), (np.arange(2), np.arange(2)), (object(), object())])
+def test_equal_arrays_and_what_is_not_a_number_are_equal():
+    """Neither is equal by ``==``."""
+    joined = join({"a": np.arange(2), "b": float("nan")}, {"a": np.arange(2), "b": float("nan")})
+    assert joined["a"].tolist() == [0, 1] and joined["b"] != joined["b"]
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), ("a", "b"), (np.arange(2), np.arange(3)), (object(), object())])
 def test_other_objects_that_differ_are_refused(one, other):
     with pytest.raises(ReplicaError, match=r'output\["n"\] is no tensor and differs between replicas: .* on replica 1'):
         join({"n": one}, {"n": other})
@@ -233,6 +239,20 @@ def test_outputs_that_cannot_be_joined_are_refused(one, other, says):
     with pytest.raises(ReplicaError) as caught:
         join(one, other)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Tensor.to_sparse, lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)],
+    ids=["coo", "jagged"],
+)
+def test_sparse_and_nested_tensors_are_refused_by_name_where_they_would_be_split_or_joined(make):
+    odd = make(torch.ones(2, 2))
+    with pytest.raises(ReplicaError, match=r'args\[0\]\["x"\] cannot be split over replicas: it is sparse or nested'):
+        split({"x": odd})
+    assert split(torch.ones(1, 2), odd, replicas=1)[0][0][1] is odd  # as a whole it may go
+    with pytest.raises(ReplicaError, match=r'output\["x"\] cannot be joined: it is sparse or nested'):
+        join({"x": odd}, {"x": odd})
 
 
 def test_a_dimension_that_outputs_lack_is_refused():
