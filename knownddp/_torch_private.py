@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._device import DeviceContext
 
 NO_GRAPH_TASK = -1
 
@@ -285,6 +286,16 @@ def compiled_part(module: nn.Module) -> nn.Module | None:
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """What ``saved_tensors_hooks`` set on this thread: the pair that is in force, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_bound_to_thread() -> bool:
+    """Whether a transform of ``torch.func`` or a mode that intercepts calls is on, a default device not counted."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(not isinstance(mode, DeviceContext) for mode in modes)
+    )
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

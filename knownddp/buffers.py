@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 from . import _torch_private as private
 from .comm import Collectives, Work
@@ -33,8 +34,14 @@ def check_writable(buffers: dict[str, Tensor]) -> None:
     """Refuse buffers that cannot be overwritten with rank 0's.
 
     Raises:
-        ModelError: elements of a buffer share memory (it was made by ``expand``).
+        ModelError: a buffer is not initialised yet, or its elements share memory (it was made by ``expand``).
     """
+    lazy = [n for n, b in buffers.items() if isinstance(b, UninitializedBuffer)]
+    if lazy:
+        raise ModelError(
+            f"buffers that are not initialised yet cannot be brought to rank 0's values: {shorten(lazy)}.\n"
+            "Fix: run a dummy forward pass to initialise the modules, then wrap."
+        )
     shared = [n for n, b in buffers.items() if any(k > 1 and s == 0 for k, s in zip(b.shape, b.stride(), strict=True))]
     if shared:
         raise ModelError(

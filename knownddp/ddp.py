@@ -252,10 +252,11 @@ class KnownDDP(LifeCycle):
             DeclarationError: there is no such call.
         """
         declared = self._resolve(parameters)
-        if private.current_graph_task() != private.NO_GRAPH_TASK and torch.is_grad_enabled():
-            return  # a checkpoint runs the module again: it was told the first time
         if self._replicas is not None and self._replicas.mark_unused(declared):
             return
+        is_recomputing = private.current_graph_task() != private.NO_GRAPH_TASK and torch.is_grad_enabled()
+        if is_recomputing and not self.reducer.forwards.is_running():
+            return  # a checkpoint inside the module runs a part of it again: it was told the first time
         if not self.reducer.forwards.mark_unused(declared):
             raise DeclarationError(
                 f"{self.reducer.where} mark_unused found no call to mark: "

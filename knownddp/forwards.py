@@ -129,6 +129,10 @@ class ForwardLog:
         record.declared = record.declared.union(declared)
         return True
 
+    def is_running(self) -> bool:
+        """Whether the wrapper is in the middle of a forward."""
+        return bool(self._running)
+
     def report_to(self, on_grad: Callable[[ForwardRecord], None]) -> None:
         """From now on call this bound method, held weakly, when the gradient of a watched output is known."""
         self.on_grad = weakref.WeakMethod(on_grad)

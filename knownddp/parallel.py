@@ -4,6 +4,9 @@
 draw from it in an order that nobody knows, and an activation checkpoint, which puts the generator back to where it was
 to draw the same numbers again, would draw others. Replicas on different devices run at the same time. What they draw on
 the CPU, whose generator all threads share, comes in an order that no seed repeats: draw on the replica's own device.
+
+Transforms of ``torch.func`` and modes that intercept calls belong to one thread and cannot be entered in a second one.
+Under those all replicas take turns in the caller's.
 """
 
 from __future__ import annotations
@@ -42,11 +45,16 @@ class CallerState:
 
     @contextlib.contextmanager
     def caller_thread(self, device: torch.device) -> Iterator[None]:
-        """For a replica on ``device`` in the caller's thread: it is the current one if its kind has such."""
+        """For a replica on ``device`` in the caller's thread: it is the current one if its kind has such, and the
+        default if replica 0's is.
+        """
         with contextlib.ExitStack() as stack:
             if device in self._streams:
                 stack.enter_context(torch.accelerator.device_index(device.index))
                 stack.enter_context(self._streams[device])
+            if self._default_device is not None:
+                is_own = self._default_device == self._first
+                stack.enter_context(device if is_own else self._default_device)
             yield
 
     @contextlib.contextmanager
@@ -54,9 +62,6 @@ class CallerState:
         """The same in another thread, which sees what the caller's sees."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.caller_thread(device))
-            if self._default_device is not None:
-                is_own = self._default_device == self._first
-                stack.enter_context(device if is_own else self._default_device)
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))  # after inference mode, which sets it too
             for kind, dtype in self._autocast.items():
@@ -111,20 +116,11 @@ def run_parallel(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
     for call, device in zip(calls, devices, strict=True):
         last[device] = _Task(call, device, last.get(device))
         tasks.append(last[device])
-    threads: list[threading.Thread] = []
-    try:
-        for replica, task in enumerate(tasks[1:], 1):
-            arguments = (task.run, state.worker_thread)
-            name = f"knownddp replica {replica}"
-            thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, name=name, daemon=True)
-            thread.start()
-            threads.append(thread)
-        tasks[0].run(state.caller_thread)
-    except BaseException:  # a thread could not be started, or an interrupt came between two lines
-        tasks[0].give_up()
-        raise
-    finally:
-        _join(threads)
+    if private.is_bound_to_thread():
+        for task in tasks:
+            task.run(state.caller_thread)
+    else:
+        _run_in_threads(tasks, state)
     error = _first_error(tasks)
     try:
         if error is not None:
@@ -134,14 +130,32 @@ def run_parallel(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
     return [task.output for task in tasks]
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
+def _run_in_threads(tasks: Sequence[_Task], state: CallerState) -> None:
+    started: list[tuple[_Task, threading.Thread]] = []
     try:
-        for thread in threads:
-            thread.join()
-    except BaseException:  # an interrupt: replicas come to their end all the same; a second one goes through
-        for thread in threads:
-            thread.join()
+        for replica, task in enumerate(tasks[1:], 1):
+            arguments = (task.run, state.worker_thread)
+            name = f"knownddp replica {replica}"
+            thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, name=name, daemon=True)
+            thread.start()
+            started.append((task, thread))
+        tasks[0].run(state.caller_thread)
+    except BaseException:  # a thread could not be started, or an interrupt came between two lines
+        tasks[0].give_up()
         raise
+    finally:
+        try:
+            _join(started)
+        except BaseException:  # an interrupt: replicas come to their end all the same; a second one goes through
+            _join(started)
+            raise
+
+
+def _join(started: Sequence[tuple[_Task, threading.Thread]]) -> None:
+    for task, thread in started:
+        # Not ``join``: interrupted while it waits, it takes the thread for ended from then on (CPython 3.11).
+        task.is_over.wait()
+        thread.join()
 
 
 def _first_error(tasks: Sequence[_Task]) -> BaseException | None:

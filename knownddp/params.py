@@ -117,7 +117,7 @@ class ManagedParams:
         """Refuse a module that cannot be trained.
 
         Raises:
-            ModelError: a parameter is not initialised yet, or none requires a gradient.
+            ModelError: a parameter is not initialised yet or was made in inference mode, or none requires a gradient.
             DeviceError: parameters lie on devices of different types.
         """
         lazy = [n for n, p in zip(self.names, self.live, strict=True) if isinstance(p, UninitializedParameter)]
@@ -131,6 +131,12 @@ class ManagedParams:
                 "KnownDDP, like DistributedDataParallel, is not needed when a module doesn't have any parameter that "
                 f"requires a gradient: this one has {len(self)} parameters, all frozen or ignored.\n"
                 "Fix: use the module as it is, or set requires_grad before wrapping."
+            )
+        dead = [n for n, p in zip(self.names, self.live, strict=True) if p is not None and p.is_inference()]
+        if dead:
+            raise ModelError(
+                f"parameters that were made in inference mode cannot be trained: {shorten(dead)}.\n"
+                "Fix: build or load the module outside of torch.inference_mode(); torch.no_grad() does no harm."
             )
         by_type: dict[str, str] = {}
         for name, param in zip(self.names, self.live, strict=True):

@@ -8,11 +8,14 @@ that no replica used gets none. Copies of buffers are dropped with their replica
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 import threading
 import types
 import warnings
-from collections import OrderedDict
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +30,10 @@ from .outputs import may_fly
 from .parallel import run_parallel, separate_seeds
 from .params import ORIGINAL
 from .scattering import gather, scatter
+from .structures import contents_of, rebuilt
 
 MAX_DEPTH = 4  # of containers in a module's attributes that are searched for modules and parameters
-_HAVE_OR_HOLD_TWINS = (nn.Module, Tensor, types.MethodType, list, tuple, dict)
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 def examine(module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -181,7 +185,8 @@ def _furnish(replica: nn.Module, original: nn.Module, twins: dict[int, Any]) -> 
     for name, value in list(own.items()):
         own[name] = _translated(value, twins, MAX_DEPTH)
     for held in ("_parameters", "_buffers", "_modules"):
-        own[held] = {name: twins.get(id(part)) for name, part in vars(original)[held].items()}
+        # One that ``modules()`` does not list stays.
+        own[held] = {name: twins.get(id(part), part) for name, part in vars(original)[held].items()}
     own[ORIGINAL] = original
 
 
@@ -189,18 +194,36 @@ def _translated(value: Any, twins: dict[int, Any], depth: int) -> Any:
     """``value`` with twins in it; itself if there is none to be had."""
     if id(value) in twins:
         return twins[id(value)]
+    if type(value) in ATOMS or not depth:
+        return value
     if isinstance(value, types.MethodType):
         owner = twins.get(id(value.__self__))
         return value if owner is None else types.MethodType(value.__func__, owner)
-    if not depth or type(value) not in (list, tuple, dict, OrderedDict):
+    if type(value) is weakref.ref:
+        twin = twins.get(id(value()))
+        return value if twin is None else weakref.ref(twin)
+    if type(value) is functools.partial:
+        whole = (value.func, value.args, value.keywords)
+        func, args, keywords = made = _translated(whole, twins, depth)
+        return value if made is whole else _like(functools.partial(func, *args, **keywords), value)
+    is_set = isinstance(value, (set, frozenset, deque))
+    # Containers of other kinds may be slow to go through.
+    is_own = isinstance(value, (list, tuple, dict)) or dataclasses.is_dataclass(value)
+    parts = value if is_set else contents_of(value) if is_own else None
+    if parts is None or ATOMS.issuperset(map(type, parts)):  # all of a vocabulary, say
         return value
-    parts = value.values() if isinstance(value, dict) else value
-    if not any(issubclass(kind, _HAVE_OR_HOLD_TWINS) for kind in set(map(type, parts))):
-        return value  # a vocabulary, say: this look at it is short however often it is taken
     translated = [_translated(part, twins, depth - 1) for part in parts]
-    if all(new is old for new, old in zip(translated, parts, strict=True)):
+    if all(map(operator.is_, translated, parts)):
         return value
-    return type(value)(zip(value, translated, strict=True) if isinstance(value, dict) else translated)
+    if not is_set:
+        return rebuilt(value, translated)
+    return deque(translated, value.maxlen) if isinstance(value, deque) else type(value)(translated)
+
+
+def _like(made: Any, value: Any) -> Any:
+    """``made`` with the attributes of ``value``: what is partial may look like what it wraps."""
+    vars(made).update(vars(value))
+    return made
 
 
 def _twin_of(param: Tensor, device: torch.device, *, sparse_grad: bool) -> Tensor:
@@ -208,6 +231,7 @@ def _twin_of(param: Tensor, device: torch.device, *, sparse_grad: bool) -> Tenso
     twin = make(param, device)
     if twin.requires_grad:
         twin.register_hook(functools.partial(_laid_out, twin.stride()))  # type: ignore[no-untyped-call]
+    vars(twin).update(vars(param))  # marks that users set
     setattr(twin, ORIGINAL, param)
     return twin
 

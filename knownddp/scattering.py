@@ -6,12 +6,10 @@ sequences, in the order in which they were packed.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 import operator
 import threading
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .errors import ReplicaError
 from .outputs import may_fly
+from .structures import contents_of, leaves_of, parts_of, rebuilt
 
 Span = tuple[int, int]  # from, to: rows of a batch
 
@@ -46,48 +45,6 @@ PADDING_HINT = (
 )
 
 
-# -- structures
-
-
-def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each with how it is reached; None if ``value`` is not one."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
-    if isinstance(value, (tuple, list)):
-        return [(f"[{i}]", part) for i, part in enumerate(value)]
-    if isinstance(value, MutableMapping):
-        return [(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]", part) for key, part in value.items()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        fields = (field.name for field in dataclasses.fields(value))
-        return [(f".{name}", getattr(value, name)) for name in fields if hasattr(value, name)]
-    return None
-
-
-def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """A container like ``value`` that holds ``parts``, in the order of ``_parts``."""
-    if isinstance(value, tuple):
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, list):
-        return type(value)(parts)
-    made = copy.copy(value)  # keeps what a subclass has beside its items
-    if isinstance(value, MutableMapping):
-        for key, part in zip(value, parts, strict=True):
-            made[key] = part
-        return made
-    fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-    for name, part in zip(fields, parts, strict=True):
-        object.__setattr__(made, name, part)  # frozen ones too
-    return made
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    parts = None if isinstance(value, (Tensor, PackedSequence)) else _parts(value)
-    if parts is None:
-        yield path, value
-    for suffix, part in parts or ():
-        yield from _leaves(part, path + suffix)
-
-
 # -- inputs
 
 
@@ -101,13 +58,15 @@ def scatter(
     where they lie on its device already; those of the others are copies.
 
     Raises:
-        ReplicaError: tensors disagree about the number of rows.
+        ReplicaError: tensors disagree about the number of rows, or one that must be split is sparse or nested.
     """
     if not args and not kwargs:
         return [(args, kwargs)]
-    leaves = itertools.chain(_leaves(args, "args"), _leaves(kwargs, "kwargs"))
-    rows = {path: size for path, leaf in leaves if (size := _rows(leaf, dim)) is not None}
+    leaves = dict(itertools.chain(leaves_of(args, "args"), leaves_of(kwargs, "kwargs")))
+    rows = {path: size for path, leaf in leaves.items() if (size := _rows(leaf, dim)) is not None}
     spans = _spans(rows, len(devices), dim)
+    if len(spans) > 1:
+        _check_layouts({path: leaves[path] for path, size in rows.items() if size != 1})
     given = []
     for replica, (span, device) in enumerate(zip(spans, devices, strict=False)):
         own_args = tuple(_piece(arg, span, device, dim, copies=replica > 0) for arg in args)
@@ -120,7 +79,7 @@ def _rows(leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
-        return leaf.shape[dim]
+        return leaf.size(dim)  # not ``shape``: a nested tensor knows the size of its first dimension alone
     return None
 
 
@@ -142,6 +101,19 @@ def _spans(rows: dict[str, int], num_devices: int, dim: int) -> list[Span | None
     return [(start, min(start + step, total)) for start in range(0, max(1, total), step)]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _check_layouts(leaves: dict[str, Any]) -> None:
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and not _is_plain(leaf):
+            raise ReplicaError(
+                f"{path} cannot be split over replicas: it is sparse or nested ({leaf.layout}).\n"
+                "Fix: give it dense or padded, or as a packed sequence."
+            )
+
+
 def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, copies: bool) -> Any:
     """One replica's part of ``value``; containers without tensors are passed as they are."""
     if isinstance(value, (Tensor, PackedSequence)):
@@ -153,9 +125,9 @@ def _piece(value: Any, span: Span | None, device: torch.device, dim: int, *, cop
         if is_whole or span is None:
             return _moved_sequences(value, device, copies=copies)
         return _moved_sequences(_pick(value, *span), device, copies=False)  # it is a copy already
-    parts = [part for _, part in _parts(value) or ()]
+    parts = contents_of(value) or ()
     pieces = [_piece(part, span, device, dim, copies=copies) for part in parts]
-    return value if all(map(operator.is_, pieces, parts)) else _rebuilt(value, pieces)
+    return value if all(map(operator.is_, pieces, parts)) else rebuilt(value, pieces)
 
 
 def moved(tensor: Tensor, device: torch.device, *, copies: bool = False) -> Tensor:
@@ -232,7 +204,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, path: str = "
     _check_kinds(outputs, type(first), path)
     if isinstance(first, PackedSequence):
         return _joined_sequences(outputs, device, dim, path)
-    parts = [_parts(output) for output in outputs]
+    parts = [parts_of(output) for output in outputs]
     if parts[0] is None:
         return _equal(outputs, path)
     names = [[suffix for suffix, _ in held or ()] for held in parts]
@@ -244,7 +216,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, path: str = "
             )
     by_name = [dict(held or ()) for held in parts]
     columns = [gather([held[suffix] for held in by_name], device, dim, path + suffix) for suffix in names[0]]
-    return _rebuilt(first, columns)
+    return rebuilt(first, columns)
 
 
 def _check_kinds(outputs: Sequence[Any], kind: type, path: str) -> None:
@@ -257,6 +229,11 @@ def _check_kinds(outputs: Sequence[Any], kind: type, path: str) -> None:
 
 
 def _joined(outputs: Sequence[Tensor], device: torch.device, dim: int, path: str) -> Tensor:
+    if not all(map(_is_plain, outputs)):
+        raise ReplicaError(
+            f"{path} cannot be joined: it is sparse or nested ({outputs[0].layout}).\n"
+            "Fix: return it dense or padded, or as a packed sequence."
+        )
     shapes = [tuple(output.shape) for output in outputs]
     first = shapes[0]
     for replica, shape in enumerate(shapes):
@@ -307,7 +284,8 @@ def _equal(outputs: Sequence[Any], path: str) -> Any:
         if not _is_equal(output, first):
             raise ReplicaError(
                 f"{path} is no tensor and differs between replicas: {output!r:.80} on replica {replica}, {first!r:.80} "
-                "on replica 0.\nFix: return it as a tensor, one without dimensions if it is a number."
+                "on replica 0.\nFix: return tensors, alone or in tuples, lists, dictionaries or dataclasses; a number "
+                "as a tensor without dimensions."
             )
     return first
 

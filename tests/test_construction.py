@@ -149,6 +149,15 @@ def _lazy_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2))
 
 
+def _lazy_buffers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.LazyBatchNorm1d(affine=False))
+
+
+def _inference_model() -> nn.Module:
+    with torch.inference_mode():
+        return _plain()
+
+
 def _scattered_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta"))
 
@@ -161,6 +170,8 @@ UNFIT = {
     "frozen": (_frozen_model, ModelError, "requires a gradient"),
     "empty": (_empty_model, ModelError, "requires a gradient"),
     "lazy": (_lazy_model, ModelError, "Modules with uninitialized parameters"),
+    "lazy-buffers": (_lazy_buffers, ModelError, "1.running_mean, 1.running_var"),
+    "inference": (_inference_model, ModelError, "made in inference mode"),
     "several-device-types": (_scattered_model, DeviceError, "0.weight on cpu, 1.weight on meta"),
     "own-argument": (_taking_model, ArgumentError, "with model.unused(layers):"),
 }

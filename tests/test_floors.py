@@ -21,7 +21,7 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 ORDER = [
     *("errors", "specs", "buckets", "plan", "messages", "protocol", "sampling"),
     *("_torch_private", "flat", "rnns", "compact", "outputs", "params", "precision", "nodes"),
-    *("scattering", "parallel", "replicas"),
+    *("structures", "scattering", "parallel", "replicas"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *(
         "exchange",
@@ -79,7 +79,7 @@ PRIVATE = {
     ("params", "_parameters"),  # the dict in which a parameter may be replaced
     ("replicas", "_buffers"),  # the dicts of which a replica gets its own
     ("replicas", "_parameters"),
-    ("scattering", "_fields"),
+    ("structures", "_fields"),
 }
 
 MAX_LINES = 400

@@ -7,7 +7,9 @@ import contextvars
 import copy
 import gc
 import itertools
+import signal
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -313,6 +315,23 @@ def test_a_thread_that_cannot_be_started_ends_the_others(monkeypatch):
         assert "can't start new thread" in str(_failure(model, 1.0, 2.0, 3.0))
     assert model.module.ran == [] and not started[0].is_alive()
     assert model(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
+
+
+class _Interrupting(Failing):
+    """The last replica interrupts the caller, who waits for it, and goes on for a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread().name == "knownddp replica 2":
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+        return super().forward(x)
+
+
+def test_an_interrupt_of_the_waiting_caller_leaves_no_thread():
+    model = KnownDDP(_Interrupting(), device_ids=THREE)
+    assert isinstance(_failure(model, 1.0, 2.0, 3.0), KeyboardInterrupt)
+    assert model.module.ran == [1, 2, 3]
 
 
 # -- turns

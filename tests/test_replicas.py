@@ -15,6 +15,7 @@ import torch.distributed as dist
 from models import Scales, assert_grads, inputs, make, mean_grads, raises_everywhere
 from steps import TINY_CAP_MB, declares, grads_of, step_is_right, steps_are_right
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from knownddp import GraphChangedError, KnownDDP, UnfinishedBackwardError
 
@@ -243,6 +244,23 @@ def test_what_every_replica_marks_is_skipped_and_what_one_marks_is_not():
     assert model.stats().late_rounds == 0 and model.stats().bytes_skipped == 3 * 4 * 12
     _, model = _marked(torch.tensor([[2.0, 1, 1], [2, 1, 1]]))
     assert model.stats().late_rounds == 0 and model.stats().bytes_skipped == 3 * 4 * 36
+
+
+@pytest.mark.parametrize("options", [on(2), on(1)], ids=["replicas", "one device"])
+def test_marking_holds_in_a_reentrant_checkpoint_around_the_wrapper(ranks, options):
+    ranks(1, _checkpointed, options)
+
+
+def _checkpointed(rank: int, options: dict[str, Any]) -> None:
+    """Its first forward has no gradients: what counts is what the recomputation marks."""
+    plain, model = make(_Marking, **options)
+    model.module.owner = lambda: model
+    x = torch.tensor([[0.0, 1, 1], [0, 1, 1]])
+    for _ in range(3):
+        model.zero_grad()
+        checkpoint(model, x.clone().requires_grad_(), use_reentrant=True).square().sum().backward()
+        assert_grads(model, mean_grads(plain, 1, lambda m, _: m(x).square().sum()))
+    assert model.stats().late_rounds == 0
 
 
 def test_marking_works_in_low_precision_too():

@@ -262,6 +262,20 @@ def test_outputs_that_cannot_be_joined_are_refused(one, other, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [Tensor.to_sparse, lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)],
+    ids=["coo", "jagged"],
+)
+def test_sparse_and_nested_tensors_are_refused_by_name_where_they_would_be_split_or_joined(make):
+    odd = make(torch.ones(2, 2))
+    with pytest.raises(ReplicaError, match=r'args\[0\]\["x"\] cannot be split over replicas: it is sparse or nested'):
+        split({"x": odd})
+    assert split(torch.ones(1, 2), odd, replicas=1)[0][0][1] is odd  # as a whole it may go
+    with pytest.raises(ReplicaError, match=r'output\["x"\] cannot be joined: it is sparse or nested'):
+        join({"x": odd}, {"x": odd})
+
+
 def test_a_dimension_that_outputs_lack_is_refused():
     with pytest.raises(ReplicaError, match="output has no dimension 1 to be joined along"):
         join(torch.zeros(2), torch.zeros(2), dim=1)
