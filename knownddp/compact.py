@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from ._torch_private import storage_users
+from .errors import ArgumentError
 from .flat import is_dense
 from .rnns import chunk_of, flatten, move_into, rnns_of
 
@@ -61,7 +62,12 @@ def compact_parameters(module: nn.Module) -> CompactReport:
     What undoes it: ``.to()``, ``copy.deepcopy`` and ``load_state_dict(assign=True)`` make new tensors (call again
     afterwards). ``torch.save`` of one parameter writes its whole storage. Call it before a CUDA graph is captured, and
     not between a forward and its backward. A dtype's parameters exist twice while they are moved.
+
+    Raises:
+        ArgumentError: ``module`` is none.
     """
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"compact_parameters takes a module, got {type(module).__name__}.")
     named = list(module.named_parameters())
     left_alone = _left_alone(named)
     movable = {id(param): param for name, param in named if name not in left_alone}

@@ -240,8 +240,9 @@ def choose_placement(module: nn.Module, device_ids: Sequence[Any] | None, output
     given = [*device_ids] if output_device is None else [*device_ids, output_device]
     if all(device.type == "cpu" for device in found) and any(isinstance(device, int) for device in given):
         raise ArgumentError(
-            f"device_ids can only be None or contain a single element, and integers name accelerators, but the "
-            f"module is on the CPU: {given}.\nFix: move the module to the first device, or name them all, as 'cpu'."
+            "device_ids can only be None or contain a single element, or devices by name, where the module is on the "
+            f"CPU, since integers name accelerators: {given}.\n"
+            f"Fix: move the module to the first device, or device_ids={['cpu'] * len(device_ids)}."
         )
     devices = tuple(_device(device, found) for device in device_ids)
     if found - {devices[0]}:

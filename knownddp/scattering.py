@@ -41,7 +41,7 @@ _side_streams = _SideStreams()
 PADDING_HINT = (
     "Why: each replica sees a part of the batch only; pad_packed_sequence, say, pads to the longest sequence there.\n"
     "Fix: make outputs of one size: pad_packed_sequence(..., total_length=n), where n is the length in the whole batch "
-    "(the padded input's size), or pad before returning."
+    "(the padded input's size), or pad before returning. The h_n of an RNN has the batch in dimension 1: transpose it."
 )
 
 

@@ -113,8 +113,10 @@ def compare(
             times[which].append(seconds((plain, compacted)[which], talks=talks))
     ratios = [after / before for before, after in zip(*times, strict=True)]
     ratio = statistics.median(ratios)
-    low, *_, high = statistics.quantiles(ratios, n=10)
-    verdict = "no difference" if 1 / SLOWER < ratio < SLOWER else "slower" if ratio > 1 else "faster"
+    low, *_, high = statistics.quantiles(ratios, n=10, method="inclusive")
+    # Where single ratios lie on both sides of 1 the median is no verdict.
+    differs = not 1 / SLOWER < ratio < SLOWER and not low < 1 < high
+    verdict = ("slower" if ratio > 1 else "faster") if differs else "no difference"
     before, after = (1e3 * statistics.median(one) for one in times)
     return f"{name:<34} {before:>9.2f} {after:>9.2f} {ratio:>6.2f} {low:>6.2f} {high:>6.2f}  {verdict}"
 

@@ -20,7 +20,7 @@ from strategies import examples
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from knownddp import compact_parameters
+from knownddp import ArgumentError, compact_parameters
 
 
 def offsets(module: nn.Module) -> list[int]:
@@ -301,3 +301,9 @@ def test_turned_weights_of_an_rnn_stay_turned_in_the_chunk():
     compact_parameters(rnn)
     assert offsets(rnn) == [0, 24, 60, 72] and rnn.weight_ih_l0.stride() == (1, 12)
     torch.testing.assert_close(rnn(x)[0], wanted(x)[0])
+
+
+@pytest.mark.parametrize("thing", [{}, [], nn.Parameter(torch.ones(1))])
+def test_only_a_module_can_be_compacted(thing):
+    with pytest.raises(ArgumentError, match="takes a module, got"):
+        compact_parameters(thing)
