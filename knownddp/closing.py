@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Generator, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -12,11 +14,12 @@ from torch import Tensor
 from .buffers import BufferSync
 from .comm import DONE, Collectives, Work
 from .comm_hooks import CommHook
+from .countdown import NOT_PLACED
 from .errors import KnownDDPError, at_rank
 from .faults import Testimony, dispute_message, error_for
 from .forwards import ForwardLog, declared_by_all, promised_by
 from .graphs import Graph, GraphHistory
-from .nodes import inside_nested_task
+from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .params import ManagedParams
 from .plan import Planner
@@ -38,6 +41,7 @@ class Closing:
     times: Times
     history: GraphHistory
     optimizers: BackwardOptimizers
+    nodes: GradientNodes
     window: Window | None
     number: int
     lock: threading.RLock
@@ -62,8 +66,8 @@ class Closing:
         combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
 
-    def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
-        """OPEN has come back, or must be waited for."""
+    def look_at_opening(self, window: Window, *, launches: bool = True, firing: int = NOT_PLACED) -> None:
+        """OPEN has come back, or must be waited for. ``firing``: as for ``launch``."""
         assert window.opening is not None
         work, message = window.opening
         window.opening = None
@@ -71,22 +75,25 @@ class Closing:
         window.outcome = self.protocol.opened(message.numpy().tobytes())
         if window.outcome.fault is not None:
             return
-        agreed, trainable = self.protocol.agreed, self.params.trainable
-        self.counters.bytes_skipped += sum(
-            spec.nbytes for i, spec in enumerate(self.params.specs) if trainable[i] and not agreed[i]
-        )
+        agreed = self.protocol.agreed
+        if agreed != bytes(self.params.trainable):
+            skipped = compress(self.params.specs, map(operator.gt, self.params.trainable, agreed))
+            self.counters.bytes_skipped += sum(spec.nbytes for spec in skipped)
         if launches:
-            self.launch(window, window.outcome.launch)
+            self.launch(window, window.outcome.launch, firing=firing)
 
-    def launch(self, window: Window, positions: range) -> None:
-        """Start to combine these buckets of the plan."""
+    def launch(self, window: Window, positions: range, *, firing: int = NOT_PLACED) -> None:
+        """Start to combine these buckets of the plan. ``firing``: the parameter whose gradient just came."""
         if not positions:
             return
         self.times.mark("first_launch")
         buckets = self.protocol.plan.buckets
         for position in positions:
             window.gradients.launch(
-                buckets[position], is_last=position == len(buckets) - 1, generation=self.planner.generation
+                buckets[position],
+                is_last=position == len(buckets) - 1,
+                generation=self.planner.generation,
+                firing=firing,
             )
 
     def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
@@ -113,6 +120,8 @@ class Closing:
         assert window.outcome is not None
         if window.outcome.fault is not None:
             raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
+        if not failed:
+            self._count_unhooked(window)
         protocol.end()
         own_error = gradients.launch_rest(protocol.plan, failed=failed, generation=self.planner.generation)
         own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish() or own_error
@@ -161,6 +170,14 @@ class Closing:
         self._tell_of_dispute(window.outcome.disputed)  # last: a warning may be made an exception
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
+
+    def _count_unhooked(self, window: Window) -> None:
+        """Gradients whose hooks did not run, as their parameters were cast and cast back since: they count too."""
+        unhooked = window.gradients.unhooked()
+        for i in unhooked:
+            self.launch(window, self.protocol.ready(i))
+        if unhooked:
+            self.nodes.forget()
 
     def _graph_of(self, window: Window) -> Graph:
         fired, repeated = self.protocol.fired()

@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from . import _torch_private as private
-from .comm import DONE, Collectives, Work
-from .comm_hooks import CommHook, HookedWork
+from ._torch_private import storage_view
+from .comm import DONE, Work
+from .countdown import NOT_PLACED
 from .errors import GradientTakenError, at_rank
-from .flat import FlatBucket, is_dense, sparse_share, with_strides_of
-from .params import NOTHING, ManagedParams
-from .plan import BucketPlan, BucketSpec
+from .flat import sparse_share, with_strides_of
+from .flights import Flight, Resources, Terms
+from .ownership import can_take, may_be_overwritten
+from .params import NOTHING
+from .plan import ALONE_BYTES, BucketPlan, BucketSpec
+from .pool import GradientBucket
 from .specs import BucketKey
-from .stats import Counters
-
-
-@dataclass(slots=True)
-class Flight:
-    """One launched bucket: what it carries, and where the means arrive."""
-
-    bucket: BucketSpec
-    work: Work
-    packed: list[Tensor]  # one a parameter, in the bucket's order
-    stream: torch.cuda.Stream | None = None  # on which it was packed
-
-    def means(self) -> list[Tensor]:
-        """The parts of the packed bucket, after ``work``; or what a hook made of them.
-
-        Their memory is kept until the stream that asks is done with it, which may not be the one it belongs to.
-        """
-        if self.stream is not None and self.packed and not self.bucket.is_sparse:
-            current = torch.cuda.current_stream(self.packed[0].device)
-            if current != self.stream:
-                self.packed[0].record_stream(current)  # all share one storage
-        return self.work.means() if isinstance(self.work, HookedWork) else self.packed
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How the buckets of one window are combined.
-
-    Attributes:
-        divisor: how many ranks take part, by which shares are divided before they are summed.
-        hook: combines each bucket instead, and divides itself.
-        contributes: this rank has a share; else it takes part with zeros, whatever stands in ``.grad``.
-    """
-
-    divisor: int
-    hook: CommHook | None = None
-    contributes: bool = True
-
 
 _open: list[GradientExchange] = []
 
@@ -66,87 +34,138 @@ class GradientExchange:
     travelled. At launch ``.grad`` is given up, so memory is free early.
 
     Args:
+        resources: those of the wrapper.
         terms: how buckets are combined.
         stood_before: for a backward that was noticed one gradient late: what stood in that ``.grad`` before.
     """
 
-    def __init__(
-        self,
-        params: ManagedParams,
-        comm: Collectives,
-        counters: Counters,
-        terms: Terms,
-        stood_before: Mapping[int, Tensor | None],
-    ) -> None:
-        self._params = params
-        self._comm = comm
-        self._counters = counters
+    def __init__(self, resources: Resources, terms: Terms, stood_before: Mapping[int, Tensor | None]) -> None:
+        params = self._params = resources.params
+        self._comm = resources.comm
+        self._counters = resources.counters
+        self._pool = resources.pool
+        self._fired = resources.fired
+        self._streams = resources.streams
         self._terms = terms
         self._stood_before = stood_before
         self._flights: list[Flight] = []
         self._late_flights: list[Flight] = []
         self._has_travelled = bytearray(len(params))  # what was held back is on its way
-        self._has_fired = bytearray(len(params))
         self._late_means: dict[int, Tensor] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        # Wrappers may share parameters. In one backward a parameter belongs to the first that began; for the others it
-        # is as if it were not there.
-        held: set[int] = set().union(*(other.ids for other in _open))
-        self.ids: set[int] = {id(param) for param in params.live} - held
-        self.elsewhere = frozenset(i for i, param in enumerate(params.live) if id(param) in held) if held else NOTHING
-        self._live = [param if i not in self.elsewhere else None for i, param in enumerate(params.live)]
+        self._live, self.elsewhere = params.live, NOTHING
+        if _open:
+            self._leave_out(set().union(*(other.ids() for other in _open)))
         _open.append(self)
         self.held_back: list[Tensor | None] = [p.grad if p is not None else None for p in self._live]
-        for param, grad in zip(self._live, self.held_back, strict=True):
-            if param is not None and grad is not None:
-                param.grad = None
+        found = [i for i, grad in enumerate(self.held_back) if grad is not None]
+        for i in found:
+            self._set(i, None)
+        # The usual case: all there is to average is what autograd is about to make.
+        self._is_plain = not found and not self.elsewhere and not stood_before and terms.contributes
+
+    def _leave_out(self, held: set[int]) -> None:
+        """Wrappers may share parameters. In one backward a parameter belongs to the first that began; for the others
+        it is as if it were not there.
+        """
+        self.elsewhere = frozenset(i for i, param in enumerate(self._live) if id(param) in held)
+        self._live = [param if i not in self.elsewhere else None for i, param in enumerate(self._live)]
+
+    def ids(self) -> set[int]:
+        """Those of the parameters whose gradients this window keeps."""
+        return {id(param) for param in self._live if param is not None}
 
     def release(self) -> None:
         """The window is over: other wrappers may have the parameters."""
         _open.remove(self)
 
-    def note(self, param_index: int, grad: Tensor) -> None:
-        """``grad`` was accumulated. Remember on which stream: its bucket may be packed from another."""
-        self._has_fired[param_index] = 1
-        if grad.is_cuda:
-            self._streams[param_index] = torch.cuda.current_stream(grad.device)
+    def unhooked(self) -> list[int]:
+        """Parameters that received a gradient without their hook: theirs is a new node since they were cast, say."""
+        return [
+            i
+            for i, (param, fired) in enumerate(zip(self._live, self._fired, strict=True))
+            if not fired and param is not None and param.grad is not None
+        ]
 
     @torch.no_grad()
-    def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int) -> None:
+    def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int, firing: int = NOT_PLACED) -> None:
         """Pack what this rank has for ``bucket`` and start to combine it.
 
         ``is_last`` and ``generation`` are for hooks: whether it is the last one of its plan, and the plan's generation.
+        ``firing``: the parameter in whose hook this is called.
         """
-        live, specs = self._live, [self._params.specs[i] for i in bucket.param_indices]
-        grads = [param.grad if (param := live[i]) is not None else None for i in bucket.param_indices]
+        divisor = 1 if self._terms.hook is not None else self._terms.divisor
+        with private.profiled("knownddp::pack"):
+            filled, flat, packed = self._pack(bucket, divisor, firing)
+        live, has_travelled = self._live, self._has_travelled
+        for i in bucket.param_indices:
+            has_travelled[i] = 1
+            param = live[i]
+            if param is not None:
+                param.grad = None
+        numel = flat._values().numel() if bucket.is_sparse else flat.numel()
+        self._counters.bytes_reduced += numel * flat.element_size()
+        self._counters.buckets_launched += 1
+        self._send(bucket, flat, packed, filled, is_last=is_last, generation=generation)
+
+    def _pack(
+        self, bucket: BucketSpec, divisor: int, firing: int
+    ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
+        """What to reduce, and its parts."""
+        if self._is_plain and not bucket.is_sparse:
+            grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
+            if _are_all_there(grads):
+                self._wait_for_streams(bucket, grads)
+                if len(grads) == 1 and self._may_reduce_in_place(bucket.param_indices[0], firing):
+                    (grad,) = grads
+                    flat = storage_view(grad, 0, (grad.numel(),), (1,)).div_(divisor)
+                    return None, flat, [grad]
+                filled = self._pool.take(bucket)
+                try:
+                    filled.copy(grads, divisor)
+                except RuntimeError:  # one is sparse, say
+                    filled.fill(grads, [None] * len(grads), divisor)
+                return filled, filled.flat, filled.views
+        return self._pack_any(bucket, divisor)
+
+    def _pack_any(self, bucket: BucketSpec, divisor: int) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
+        """Likewise, whatever there is and is not."""
+        grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
         for i, grad in zip(bucket.param_indices, grads, strict=True):
-            if grad is None and self._has_fired[i] and not self._has_travelled[i] and i not in self._stood_before:
+            if grad is None and self._fired[i] and not self._has_travelled[i] and i not in self._stood_before:
                 raise gradient_taken(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
         if self._terms.contributes:
             held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
             held_back = [None] * len(grads)
         self._wait_for_streams(bucket, grads)
-        divisor = 1 if self._terms.hook is not None else self._terms.divisor
         if bucket.is_sparse:
-            flat = sparse_share(grads[0], held_back[0], specs[0], divisor)
-            packed, numel = [flat], flat._values().numel()
-        else:
-            filled = FlatBucket(specs)
-            with private.profiled("knownddp::pack"):
-                filled.fill(grads, held_back, divisor)
-            flat, packed, numel = filled.flat, filled.views, filled.flat.numel()
-        for i in bucket.param_indices:
-            self._has_travelled[i] = 1
-            self._set(i, None)
-        self._counters.bytes_reduced += numel * flat.element_size()
-        self._counters.buckets_launched += 1
-        self._send(bucket, flat, packed, is_last=is_last, generation=generation)
+            share = sparse_share(grads[0], held_back[0], self._params.specs[bucket.param_indices[0]], divisor)
+            return None, share, [share]
+        filled = self._pool.take(bucket)
+        filled.fill(grads, held_back, divisor)
+        return filled, filled.flat, filled.views
 
-    def _send(self, bucket: BucketSpec, flat: Tensor, packed: list[Tensor], *, is_last: bool, generation: int) -> None:
+    def _may_reduce_in_place(self, i: int, firing: int) -> bool:
+        """Whether a gradient is large enough not to be copied, lies as it must, and is nobody else's."""
+        spec, param = self._params.specs[i], self._live[i]
+        if self._terms.hook is not None or spec.nbytes < ALONE_BYTES or not self._params.fits[i] or param is None:
+            return False
+        return may_be_overwritten(param, spec, in_own_hook=i == firing)
+
+    def _send(
+        self,
+        bucket: BucketSpec,
+        flat: Tensor,
+        packed: list[Tensor],
+        filled: GradientBucket | None,
+        *,
+        is_last: bool,
+        generation: int,
+    ) -> None:
         """Hand the packed bucket to the hook, else to the collectives."""
         # Should it raise: the bucket counts as launched, since a hook may have called collectives already.
-        flight = Flight(bucket, DONE, packed, torch.cuda.current_stream(flat.device) if flat.is_cuda else None)
+        stream = torch.accelerator.current_stream(flat.device) if flat.device.type != "cpu" else None
+        flight = Flight(bucket, DONE, packed, filled if self._terms.hook is None else None, stream)
         self._flights.append(flight)
         if self._terms.hook is not None:
             specs = [self._params.specs[i] for i in bucket.param_indices]
@@ -163,7 +182,7 @@ class GradientExchange:
         for i, grad in zip(bucket.param_indices, grads, strict=True):
             stream = self._streams.get(i)
             if grad is not None and stream is not None:
-                current = torch.cuda.current_stream(grad.device)
+                current = torch.accelerator.current_stream(grad.device)
                 if stream != current:
                     current.wait_stream(stream)
                     grad.record_stream(current)
@@ -214,7 +233,7 @@ class GradientExchange:
             else:
                 flat = scratch[first.key][: numel[bucket]]
             try:
-                self._send(bucket, flat, [], is_last=bucket is plan.buckets[-1], generation=generation)
+                self._send(bucket, flat, [], None, is_last=bucket is plan.buckets[-1], generation=generation)
             except BaseException:
                 if self._terms.hook is None:  # else it raises again what it raised before
                     raise
@@ -250,6 +269,9 @@ class GradientExchange:
     def _hand_back(self, touched: bytes, late: set[int]) -> None:
         flights, self._flights = self._flights, []
         for flight in flights:
+            if self._is_plain and not late and flight.filled is not None and flight.filled.fits:
+                self._hand_over(flight, touched)
+                continue
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 if i in late:
                     self._late_means[i] = mean
@@ -257,13 +279,22 @@ class GradientExchange:
                     self._set_mean(i, mean)
                 else:
                     self._set(i, self.held_back[i])
-        for i, before in enumerate(self.held_back):
-            if before is not None and not self._has_travelled[i] and i not in late:
-                self._set(i, before)
+        if not self._is_plain:
+            for i, before in enumerate(self.held_back):
+                if before is not None and not self._has_travelled[i] and i not in late:
+                    self._set(i, before)
         for flight in self._late_flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 earlier = self._late_means.get(i)
                 self._set_mean(i, mean if earlier is None else earlier + mean)
+        self._pool.give(flight.filled for flight in flights if flight.filled is not None)
+
+    def _hand_over(self, flight: Flight, touched: bytes) -> None:
+        """The parts of a bucket become ``.grad`` as they are."""
+        assert flight.filled is not None
+        for i, param, mean in zip(flight.bucket.param_indices, flight.filled.params, flight.means(), strict=True):
+            if touched[i] and param is not None:
+                param.grad = mean
 
     def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:
         """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
@@ -306,29 +337,21 @@ class GradientExchange:
         param, before = self._live[i], self.held_back[i]
         if param is None:
             return
-        if before is not None and _can_take(before, mean, param):
+        if before is not None and can_take(before, mean, param):
             param.grad = before.copy_(mean)
         else:
             param.grad = with_strides_of(param, mean)
 
 
-def _can_take(before: Tensor, mean: Tensor, param: Tensor) -> bool:
-    """Whether ``mean`` can be written into the gradient that stood there."""
-    return (
-        before.layout is mean.layout is torch.strided
-        and before.shape == mean.shape
-        and before.dtype == param.dtype
-        and before.device == mean.device
-        and not before.requires_grad
-        and not before.is_inference()
-        and is_dense(before.shape, before.stride())
-    )
+def _are_all_there(grads: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
+    """Whether none is None. (``None in grads`` would compare the elements of each.)"""
+    return all(map(operator.is_not, grads, repeat(None)))
 
 
 def is_held_elsewhere(param: Tensor, here: GradientExchange | None) -> bool:
     """Whether an open window of another wrapper has ``param``."""
     alone = len(_open) == (here is not None)  # the usual case, at no cost
-    return not alone and any(other is not here and id(param) in other.ids for other in _open)
+    return not alone and any(other is not here and id(param) in other.ids() for other in _open)
 
 
 def gradient_taken(where: str, name: str) -> GradientTakenError:

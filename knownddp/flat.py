@@ -7,13 +7,17 @@ falls. So every parameter has one canonical layout, the same on all ranks, and c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ._torch_private import storage_view
+from ._torch_private import storage_users, storage_view
 from .specs import BucketKey, ParamSpec
+
+ONE_BY_ONE_BYTES: Final = 16 * 2**10  # a parameter, on average, from which gradients are divided as they are copied
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -67,14 +71,51 @@ class FlatBucket:
 
     Shapes: ``flat`` is 1-D with the elements of all parameters, in the dtype they travel in; ``views`` are ``sliced``
     from it.
+
+    Args:
+        specs: of the parameters, in order.
+        memory: 1-D, of at least as many elements; None: fresh memory.
     """
 
-    __slots__ = ("flat", "views")
+    __slots__ = ("_num_users", "_references", "_writes_one_by_one", "flat", "memory", "views")
 
-    def __init__(self, specs: Sequence[ParamSpec]) -> None:
+    def __init__(self, specs: Sequence[ParamSpec], memory: Tensor | None = None) -> None:
         key: BucketKey = specs[0].key
-        self.flat = torch.empty(sum(spec.numel for spec in specs), dtype=key.dtype, device=key.device)
+        numel = sum(spec.numel for spec in specs)
+        self.memory = torch.empty(numel, dtype=key.dtype, device=key.device) if memory is None else memory
+        self.flat = storage_view(self.memory, 0, (numel,), (1,))
         self.views = sliced(self.flat, specs)
+        self._writes_one_by_one = numel * key.dtype.itemsize >= ONE_BY_ONE_BYTES * len(specs)
+        self._references = self._count_references()
+        self._num_users = 2 + len(specs)
+
+    def _count_references(self) -> int:
+        return sum(map(sys.getrefcount, self.views))
+
+    def is_free(self) -> bool:
+        """Whether nobody else refers to its memory: no ``.grad``, no alias of one.
+
+        Those who refer to ``flat`` itself do not count: a backend's thread may do so for a moment longer than a
+        collective takes.
+        """
+        return self._count_references() == self._references and storage_users(self.memory) == self._num_users
+
+    def copy(self, grads: list[Tensor], divisor: int) -> None:
+        """``fill`` where every gradient is there and strided, and nothing was held back.
+
+        Raises:
+            RuntimeError: one is not strided.
+        """
+        if not self._writes_one_by_one:  # few bytes each: calls are what costs
+            torch._foreach_copy_(self.views, grads)
+            if divisor != 1:
+                self.flat.div_(divisor)
+            return
+        for view, grad in zip(self.views, grads, strict=True):  # many bytes each: passes over memory are
+            if grad.dtype is view.dtype:
+                torch.div(grad, divisor, out=view)
+            else:
+                view.copy_(grad).div_(divisor)
 
     def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
         """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero.

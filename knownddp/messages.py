@@ -7,20 +7,19 @@ that a bitwise OR shows whether ranks sent different ones), then one byte a para
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from enum import IntFlag
 from typing import Final
 
 
-class Flag(IntFlag):
-    """The first byte of a message."""
+class Flag:
+    """Bits of the first byte of a message. Plain integers: those of ``enum`` cost a microsecond an operation."""
 
-    OPEN = 1
-    CLOSE = 2
-    NESTED = 4
-    FAILED = 8
-    SEEN = 16  # the backward began at an output of the wrapper
-    GUESSED = 32  # it began at a parameter, while a forward was open whose outputs were all in sight
-    CHANGED = 64  # the graph is not the one of the first backward, though it was promised to be
+    OPEN: Final = 1
+    CLOSE: Final = 2
+    NESTED: Final = 4
+    FAILED: Final = 8
+    SEEN: Final = 16  # the backward began at an output of the wrapper
+    GUESSED: Final = 32  # it began at a parameter, while a forward was open whose outputs were all in sight
+    CHANGED: Final = 64  # the graph is not the one of the first backward, though it was promised to be
 
 
 # Bits of a parameter's byte in OPEN ...

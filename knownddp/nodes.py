@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch_private as private
+from .countdown import NOT_PLACED, Countdown
 
 
 class GradientNodes:
@@ -21,10 +22,15 @@ class GradientNodes:
         num_params: how many parameters there are.
         on_ready: called with a parameter's index and its gradient, after it was accumulated into ``.grad``; with None
             if the gradient is undefined. Held weakly: hooks die with the object it is a method of.
+        countdown: counts those of which nothing follows; ``on_ready`` is not called for them.
     """
 
-    def __init__(self, num_params: int, on_ready: Callable[[int, torch.Tensor | None], None]) -> None:
+    def __init__(
+        self, num_params: int, on_ready: Callable[[int, torch.Tensor | None], None], countdown: Countdown
+    ) -> None:
         self._on_ready = weakref.WeakMethod(on_ready)
+        self._countdown = countdown
+        self.streams: dict[int, torch.Stream] = {}  # where gradients on accelerators were accumulated, lately
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
         self._is_current = [False] * num_params
@@ -48,20 +54,31 @@ class GradientNodes:
                 handle = self._handles[i]
                 if handle is not None:
                     handle.remove()
-                self._handles[i] = node.register_hook(self._hook(i))
+                self._handles[i] = node.register_hook(self._hook(i, param.device))
                 self._nodes[i] = node
             self._is_current[i] = True
         self._hooked = list(trainable)
 
-    def _hook(self, param_index: int) -> Callable[..., None]:
-        on_ready = self._on_ready
+    def _hook(self, param_index: int, device: torch.device) -> Callable[..., None]:
+        on_ready, streams = self._on_ready, self.streams
+        slots, left, fired = self._countdown.slots, self._countdown.left, self._countdown.fired
 
         def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
+            bucket = slots[param_index]  # as in ``Countdown.counts``
+            if bucket >= 0 and left[bucket] > 1 and grads[0] is not None:
+                slots[param_index] = NOT_PLACED
+                left[bucket] -= 1
+                fired[param_index] = 1
+                return
             report = on_ready()
             if report is not None:
                 report(param_index, grads[0])
 
-        return hook
+        def hook_on_stream(inputs: object, grads: Sequence[torch.Tensor | None]) -> None:
+            streams[param_index] = torch.accelerator.current_stream(device)
+            hook(inputs, grads)
+
+        return hook if device.type == "cpu" else hook_on_stream
 
     def remove(self) -> None:
         """Take all hooks off. The nodes are kept: a hook may be running on one."""

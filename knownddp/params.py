@@ -7,7 +7,7 @@ import fnmatch
 import itertools
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,19 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
     for name, child in module._modules.items():
         if child is not None:
             yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+# A module's dict and the name in it -> what stands there.
+_parameter_at: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get
+
+
+def _addresses(live: Sequence[nn.Parameter | None]) -> list[int] | None:
+    """Where each parameter's memory begins; None if that cannot tell one from another (on the meta device, say)."""
+    try:
+        found = list(map(torch.Tensor.data_ptr, live))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):  # no memory of its own, or removed
+        return None
+    return found if all(found) else None
 
 
 class ManagedParams:
@@ -106,6 +119,8 @@ class ManagedParams:
         self.specs: list[ParamSpec] = []
         self.signature = 0  # 32 bits that ranks with the same dtypes and shapes share
         self._canonical: list[tuple[int, ...]] = []
+        self.fits: list[bool] = []  # whether a tensor of dtype and strides of the spec is what ``.grad`` should be
+        self._addresses: list[int] | None = None
         self._state: list[object] = []
 
     def __len__(self) -> int:
@@ -152,12 +167,13 @@ class ManagedParams:
     # -- live state
 
     def refresh(self) -> bool:
-        """Read the parameters afresh. Returns whether any became another object, dtype, device or shape.
+        """Read the parameters afresh. Returns whether any became another object, or its dtype, device, shape or strides
+        changed.
 
         A plain tensor that stands in for a parameter during one call (``torch.func.functional_call``) is not adopted;
         the parameter counts as frozen for that call. One that was removed (None) counts as frozen too.
         """
-        live = [home.get(name) for home, name in self._homes]
+        live = list(itertools.starmap(_parameter_at, self._homes))
         if self.masters:  # a forward inside of a forward, or of a backward that runs modules again
             live = [cast("nn.Parameter | None", self.masters.get(id(param), param)) for param in live]
         self.trainable = [param is not None and param.requires_grad for param in live]
@@ -168,14 +184,22 @@ class ManagedParams:
                     self.trainable[i] = False
                     live[i] = before
             is_same = all(map(operator.is_, live, self.live))
+        addresses = _addresses(live)
+        if is_same and addresses is not None and addresses == self._addresses:
+            return False  # whatever gives a parameter another dtype, device, shape or layout gives it other memory
+        self._addresses = addresses
         state: list[object] = []
         for param in live:
-            state += (param.dtype, param.device, param.shape) if param is not None else (None, None, None)
+            state += (param.dtype, param.device, param.shape, param.stride()) if param is not None else ()
         if is_same and state == self._state:
             return False
         self.live, self._state = live, state
         self._index_of_id = {id(param): i for i, param in enumerate(live) if param is not None}
         self.specs = [self._spec(i, param) for i, param in enumerate(live)]
+        self.fits = [
+            param is not None and (spec.key.dtype, spec.strides) == (param.dtype, param.stride())
+            for spec, param in zip(self.specs, live, strict=True)
+        ]
         self.signature = self._sign()
         return True
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .buckets import Item, assign
+from .countdown import NOT_PLACED
 from .errors import InternalError
 from .specs import BucketKey, ParamSpec
 
 # 2^L sets exist for L layers; a run that cycles through few of them finds each again, others cost one plan a step.
 MAX_CACHED_PLANS = 64
 
-NOT_PLACED = -1
+# A gradient this large travels alone, so that it needs not be copied.
+ALONE_BYTES = 4 * 2**20
 
 
 class BucketSpec(NamedTuple):
@@ -44,6 +46,7 @@ class BucketPlan:
     buckets: tuple[BucketSpec, ...]
     bucket_of: tuple[int, ...] = field(init=False)
     members: tuple[int, ...] = field(init=False)
+    sizes: tuple[int, ...] = field(init=False)  # parameters in each bucket
 
     def __post_init__(self) -> None:
         bucket_of = [NOT_PLACED] * self.num_params
@@ -56,6 +59,7 @@ class BucketPlan:
             raise InternalError(f"a plan must place a parameter at most once, got {self.buckets}")
         object.__setattr__(self, "bucket_of", tuple(bucket_of))
         object.__setattr__(self, "members", tuple(members))
+        object.__setattr__(self, "sizes", tuple(len(bucket.param_indices) for bucket in self.buckets))
 
 
 class Planner:
@@ -71,6 +75,7 @@ class Planner:
         self._num_params = len(specs)
         self._limits = tuple(limits)
         self._items: list[Item] = []
+        self._is_sparse: list[bool] = []
         self.order: list[int] = list(reversed(range(len(specs))))
         self.held: set[int] = set()
         self.has_learnt = False
@@ -81,7 +86,11 @@ class Planner:
     def set_specs(self, specs: Sequence[ParamSpec]) -> None:
         """Take over changed sizes, dtypes or devices; plans made for the old ones are forgotten."""
         keys: dict[BucketKey, int] = {}  # small integers hash faster than (dtype, device)
-        self._items = [(i, s.nbytes, keys.setdefault(s.key, len(keys)), s.is_sparse) for i, s in enumerate(specs)]
+        self._items = [
+            (i, s.nbytes, keys.setdefault(s.key, len(keys)), s.is_sparse or s.nbytes >= ALONE_BYTES)
+            for i, s in enumerate(specs)
+        ]
+        self._is_sparse = [s.is_sparse for s in specs]
         self._plans.clear()
 
     def plan(self, agreed: bytes) -> BucketPlan:
@@ -107,9 +116,10 @@ class Planner:
                 (late if item[0] in held else early).append(item)
         else:
             early = present
-        buckets = [BucketSpec(tuple(one), items[one[0]][3], False) for one, _ in assign(early, self._limits)]
+        sparse = self._is_sparse
+        buckets = [BucketSpec(tuple(one), sparse[one[0]], False) for one, _ in assign(early, self._limits)]
         if late:
-            buckets += [BucketSpec(tuple(one), items[one[0]][3], True) for one, _ in assign(late, self._limits)]
+            buckets += [BucketSpec(tuple(one), sparse[one[0]], True) for one, _ in assign(late, self._limits)]
         return BucketPlan(self._num_params, tuple(buckets))
 
     def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:

@@ -14,11 +14,13 @@ tells every rank, and one more round, which all know to be due, reduces the late
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+from .countdown import NOT_PLACED, Countdown
 from .errors import InternalError
 from .messages import (
     CARRIED,
@@ -40,7 +42,7 @@ from .messages import (
     flags_of,
     indices_of,
 )
-from .plan import NOT_PLACED, BucketPlan, Planner
+from .plan import BucketPlan, Planner
 
 
 class Agreement(Enum):
@@ -135,21 +137,22 @@ class WindowProtocol:
         self.in_program_order = False
         self._num_params = num_params
         self._ones = int.from_bytes(b"\1" * num_params, "little")
+        self._no_plan = BucketPlan(num_params, ())
+        self.countdown = Countdown(num_params)
         self._since_forward = 0  # the CLOSE lanes of all windows since the last synchronising forward, ORed
         self._reset()
 
     def _reset(self) -> None:
         n = self._num_params
-        self.plan = BucketPlan(n, ())
+        self.countdown.reset()
+        self.plan = self._no_plan
         self.agreed = bytes(n)
         self._expected = bytes(n)
         self._carried: Collection[int] = ()
-        self._fired = bytearray(n)
         self._repeated: list[int] = []
         self._late: set[int] = set()
         self._early: list[int] = []
         self._arrivals: list[int] = []
-        self._pending: list[int] = []
         self._next = 0
         self._waits_for_end = False
 
@@ -160,7 +163,7 @@ class WindowProtocol:
 
     # -- messages
 
-    def _message(self, flags: Flag, signature: int, lane: int) -> bytes:
+    def _message(self, flags: int, signature: int, lane: int) -> bytes:
         window = self.window & 0xFF
         head = bytes((flags, window, 0xFF - window))
         both = signature.to_bytes(4, "little") + (0xFFFFFFFF - signature).to_bytes(4, "little")
@@ -210,7 +213,7 @@ class WindowProtocol:
             return self._message(Flag.OPEN, signature, carries)
         lane |= carries
         how = Flag.GUESSED if guessed else Flag.SEEN
-        return self._message(Flag.OPEN | how | (Flag.NESTED if nested else Flag(0)), signature, lane)
+        return self._message(Flag.OPEN | how | (Flag.NESTED if nested else 0), signature, lane)
 
     def opened(self, message: bytes) -> Opening:
         """The OPEN of all ranks is known. A fault ends the window here, on every rank."""
@@ -242,17 +245,24 @@ class WindowProtocol:
         """Plan the agreed set, and count what this rank will not contribute to and what came early."""
         self.agreed = agreed
         plan = self.plan = self.planner.plan(agreed)
-        self._pending = [len(bucket.param_indices) for bucket in plan.buckets]
+        slots: Sequence[int] = plan.bucket_of
+        left: Sequence[int] = plan.sizes
         if self._expected != agreed:
-            for i in plan.members:
-                if not self._expected[i]:
-                    self._pending[plan.bucket_of[i]] -= 1
+            slots = [bucket if expected else NOT_PLACED for bucket, expected in zip(slots, self._expected, strict=True)]
+            missing = Counter(plan.bucket_of[i] for i in plan.members if not self._expected[i])
+            left = [size - missing[bucket] for bucket, size in enumerate(left)]
+        self.countdown.start(slots, left)
+        if not self.planner.has_learnt:
+            self.countdown.stop()  # their order is to be seen
         for i in self._early:
             self._count(i)
         return self._advance()
 
     def ready(self, param_index: int) -> range:
-        """A defined gradient was accumulated. Returns the buckets that may go now, in plan order."""
+        """A defined gradient was accumulated. Returns the buckets that may go now, in plan order.
+
+        Not called for those that ``countdown`` counted.
+        """
         if self.phase is Phase.OPENING:
             self._early.append(param_index)
             return NONE
@@ -262,18 +272,19 @@ class WindowProtocol:
 
     def _count(self, param_index: int) -> int:
         """Note one gradient. Returns the position of the bucket that it filled, or ``NOT_PLACED``."""
-        bucket = self.plan.bucket_of[param_index]
+        bucket, countdown = self.plan.bucket_of[param_index], self.countdown
         if not self.planner.has_learnt:
             self._arrivals.append(param_index)
-        is_first = not self._fired[param_index]
+        is_first = not countdown.fired[param_index]
         if not is_first:
             self._repeated.append(param_index)
-        self._fired[param_index] = 1
+        countdown.fired[param_index] = 1
+        countdown.slots[param_index] = NOT_PLACED
         if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position
             self._late.add(param_index)
         elif is_first and self._expected[param_index]:  # else it counted as ready from the start
-            self._pending[bucket] -= 1
-            if not self._pending[bucket]:
+            countdown.left[bucket] -= 1
+            if not countdown.left[bucket]:
                 return bucket
         return NOT_PLACED
 
@@ -281,9 +292,9 @@ class WindowProtocol:
         """[Note: launch order]"""
         if self._waits_for_end:
             return NONE
-        first, buckets, pending = self._next, self.plan.buckets, self._pending
+        first, buckets, left = self._next, self.plan.buckets, self.countdown.left
         position = first
-        while position < len(buckets) and not pending[position] and not buckets[position].is_held:
+        while position < len(buckets) and not left[position] and not buckets[position].is_held:
             position += 1
         self._next = position
         return range(first, position)
@@ -291,15 +302,16 @@ class WindowProtocol:
     @property
     def has_fired(self) -> bool:
         """Whether any gradient came on this rank."""
-        return any(self._fired)
+        return any(self.countdown.fired)
 
     def fired(self) -> tuple[bytes, tuple[int, ...]]:
         """Which gradients came on this rank: a byte for each parameter, and those that came again, once a time."""
-        return bytes(self._fired), tuple(sorted(self._repeated))
+        return bytes(self.countdown.fired), tuple(sorted(self._repeated))
 
     def end(self) -> range:
         """The backward is over. Returns the buckets still to launch, in plan order, whether full or not: peers wait."""
         self._move(Phase.REDUCING, Phase.CLOSING)
+        self.countdown.stop()
         rest = range(self._next, len(self.plan.buckets))
         self._next = len(self.plan.buckets)
         return rest
@@ -315,10 +327,10 @@ class WindowProtocol:
         if self.phase is not Phase.CLOSING:
             raise InternalError(f"CLOSE cannot be made in phase {self.phase.name}")
         lane = int.from_bytes(promised, "little") * PROMISED
-        lane |= int.from_bytes(self._fired, "little") * TOUCHED
+        lane |= int.from_bytes(self.countdown.fired, "little") * TOUCHED
         for bit, some in ((TOUCHED, self._carried), (LATE, self._late)):
             lane |= int.from_bytes(flags_of(some, self._num_params), "little") * bit
-        what = Flag.CLOSE | (Flag.FAILED if failed else Flag(0)) | (Flag.CHANGED if changed else Flag(0))
+        what = Flag.CLOSE | (Flag.FAILED if failed else 0) | (Flag.CHANGED if changed else 0)
         return self._message(what, 0, lane)
 
     def closed(self, message: bytes) -> Closing:
@@ -351,6 +363,7 @@ class WindowProtocol:
 
     def break_off(self) -> None:
         """A collective failed. No window can follow."""
+        self.countdown.stop()
         self.phase = Phase.BROKEN
 
     # -- between windows

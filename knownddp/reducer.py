@@ -25,14 +25,16 @@ from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives, raise_first, run
 from .comm_hooks import CommHook
-from .exchange import GradientExchange, Terms, gradient_taken, is_held_elsewhere
+from .exchange import GradientExchange, gradient_taken, is_held_elsewhere
 from .flat import dense
+from .flights import Resources, Terms
 from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
 from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .params import ManagedParams
 from .plan import Planner
+from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
 from .stock_reducer import StockReducer
@@ -91,13 +93,16 @@ class Reducer(Closing, StockReducer):
         self.planner = Planner(params.specs, limits)
         self.planner.hold(delayed)
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
-        self._nodes = GradientNodes(len(params), self._on_grad_ready)
+        self.pool = FlatPool(params)
+        countdown = self.protocol.countdown
+        self.nodes = GradientNodes(len(params), self._on_grad_ready, countdown)
+        self._resources = Resources(params, comm, self.counters, self.pool, countdown.fired, self.nodes.streams)
         self.forwards = ForwardLog(lambda t: params.index_of(t) is not None, self.on_output_grad)
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
         self.sync_next = self._is_off = False
-        self._nodes.hook(params.live, params.trainable)
+        self.nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
 
     @property
@@ -113,11 +118,12 @@ class Reducer(Closing, StockReducer):
     def remove_hooks(self) -> None:
         """From now on no backward communicates."""
         self._is_off = True
-        self._nodes.remove()
+        self.nodes.remove()
 
     def take_over(self, old: Reducer) -> None:
         """Go on with what ``old``, of the same parameters, knew that does not depend on the ranks."""
         self.hook, self.counters, self.forwards_begun = old.hook, old.counters, old.forwards_begun
+        self._resources.counters = old.counters
         self.touched_locally, self.history, self.optimizers = old.touched_locally, old.history, old.optimizers
         self.forwards = old.forwards
         self.forwards.report_to(self.on_output_grad)
@@ -178,8 +184,9 @@ class Reducer(Closing, StockReducer):
     def _read_params(self) -> None:
         if self.params.refresh():
             self.planner.set_specs(self.params.specs)
-            self._nodes.forget()
-        self._nodes.hook(self.params.live, self.params.trainable)
+            self.pool.clear()
+            self.nodes.forget()
+        self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
@@ -212,7 +219,7 @@ class Reducer(Closing, StockReducer):
             if self.window is not None:
                 if record.synchronises:
                     self.forwards.visit(record)
-            elif not self._nodes.begins_backward():
+            elif not self.nodes.begins_backward():
                 if torch.is_grad_enabled() and record.synchronises:
                     self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
             elif record.synchronises or self.sync_next:
@@ -235,7 +242,7 @@ class Reducer(Closing, StockReducer):
         The windows of all wrappers in one backward begin together. Else an exception on one rank, raised before the
         backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
         """
-        is_reached = self.forwards.is_visited() or (self.forwards.is_reached() and self._nodes.is_reached())
+        is_reached = self.forwards.is_visited() or (self.forwards.is_reached() and self.nodes.is_reached())
         # Asked without the lock, which another thread's wrapper may hold.
         if is_reached and self.window is None and not self._is_off:
             with self.lock:
@@ -253,11 +260,10 @@ class Reducer(Closing, StockReducer):
         participants = self.forwards.participants()
         expected = self.history.expected()
         if expected is None and (self.find_unused or self.history.is_promised):
-            expected = self._nodes.foreseen([i for i in self.protocol.unforeseen if self.params.trainable[i]])
+            expected = self.nodes.foreseen([i for i in self.protocol.unforeseen if self.params.trainable[i]])
         elif expected is None:
             expected = promised_by(participants, len(self.params))
-        terms = Terms(self.divisor, self.hook)
-        gradients = GradientExchange(self.params, self.comm, self.counters, terms, stood_before or {})
+        gradients = GradientExchange(self._resources, Terms(self.divisor, self.hook), stood_before or {})
         if gradients.elsewhere:
             expected = bytes(e and i not in gradients.elsewhere for i, e in enumerate(expected))
         window = Window(participants, gradients, not at_parameter)
@@ -326,7 +332,7 @@ class Reducer(Closing, StockReducer):
             self.optimizers.adopt(self.params.live)
             self._read_params()
             terms = Terms(self.divisor, self.hook, contributes=not joined)
-            gradients = GradientExchange(self.params, self.comm, self.counters, terms, {})
+            gradients = GradientExchange(self._resources, terms, {})
             window = Window([], gradients, begun_at_output=True, has_graph=False)
             if joined:
                 self.touched_locally.clear()
@@ -346,7 +352,7 @@ class Reducer(Closing, StockReducer):
             param, window = self.params.live[param_index], self.window
             if param is None or is_held_elsewhere(param, window.gradients if window is not None else None):
                 return  # another wrapper averages it in this backward
-            if window is None and self._nodes.is_passed_by(param_index):
+            if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))
             if param.grad is None:
                 raise gradient_taken(self.where, self.params.names[param_index])
@@ -355,10 +361,9 @@ class Reducer(Closing, StockReducer):
             window = self.window
             if window is None or (window.outcome is not None and window.outcome.fault is not None):
                 return
-            window.gradients.note(param_index, grad)
-            self.launch(window, self.protocol.ready(param_index))
+            self.launch(window, self.protocol.ready(param_index), firing=param_index)
             if window.opening is not None and self._may_look_at(window, param_index):
-                self.look_at_opening(window)
+                self.look_at_opening(window, firing=param_index)
 
     def _may_look_at(self, window: Window, param_index: int) -> bool:
         nbytes, in_order = self.params.specs[param_index].nbytes, self.protocol.in_program_order

@@ -19,11 +19,13 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 
 # Low to high: a module imports only modules to its left.
 ORDER = [
-    *("errors", "specs", "buckets", "plan", "messages", "protocol", "sampling"),
-    *("_torch_private", "flat", "rnns", "compact", "outputs", "params", "precision", "nodes"),
+    *("errors", "specs", "buckets", "countdown", "plan", "messages", "protocol", "sampling"),
+    *("_torch_private", "flat", "ownership", "rnns", "compact", "outputs", "params", "precision", "nodes"),
     *("structures", "scattering", "parallel", "replicas"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *(
+        "pool",
+        "flights",
         "exchange",
         "window",
         "closing",
@@ -70,6 +72,7 @@ PRIVATE = {
     ("interface", "_ddp_ignored"),
     ("interface", "_ddp_params_and_buffers_to_ignore"),  # DistributedDataParallel's, set by its users ...
     ("params", "_ddp_params_and_buffers_to_ignore"),  # ... and read here
+    ("ownership", "_is_gil_enabled"),  # of Python
     ("exchange", "_values"),  # of a sparse tensor that is not coalesced yet
     ("flat", "_foreach_copy_"),  # one call for many copies
     ("join", "_join_config"),  # what torch's Join sets

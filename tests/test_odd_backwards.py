@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, raises_everywhere
 from torch import Tensor, nn
 
-import knownddp.exchange
 from knownddp import GradientTakenError, KnownDDP, PeerFailedError, RanksDifferError
+from knownddp.plan import BucketSpec
+from knownddp.pool import FlatPool, GradientBucket
 
 
 def _loss(model: nn.Module, rank: int, seed: int = 0, **kwargs: Any) -> Tensor:
@@ -65,24 +68,20 @@ def test_an_exception_in_one_wrapper_before_the_backward_reaches_another(ranks, 
     ranks(2, _fails_between_windows, failing)
 
 
-class _Failing:
-    """Raises when the n-th bucket is packed."""
+@contextmanager
+def _failing(n: int) -> Iterator[None]:
+    """Raises when memory for the n-th bucket is asked for."""
+    left, original = [n], FlatPool.take
 
-    def __init__(self, n: int) -> None:
-        self.left = n
-        self.original = knownddp.exchange.FlatBucket
-
-    def __call__(self, specs: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
+    def take(pool: FlatPool, bucket: BucketSpec) -> GradientBucket:
+        left[0] -= 1
+        if left[0] == 0:
             raise MemoryError("out of memory")
-        return self.original(specs)
+        return original(pool, bucket)
 
-    def __enter__(self) -> None:
-        knownddp.exchange.FlatBucket = self  # type: ignore[assignment, misc]
-
-    def __exit__(self, *_: object) -> None:
-        knownddp.exchange.FlatBucket = self.original  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatPool, "take", take)
+        yield
 
 
 def _fails_to_launch(rank: int, bucket: int) -> None:
@@ -92,7 +91,7 @@ def _fails_to_launch(rank: int, bucket: int) -> None:
         model.zero_grad(set_to_none=True)
         loss = _loss(model, rank, step)
         if rank == 1:
-            with _Failing(bucket), pytest.raises(MemoryError):
+            with _failing(bucket), pytest.raises(MemoryError):
                 loss.backward()
         else:
             assert "rank 1" in raises_everywhere(loss.backward, PeerFailedError)

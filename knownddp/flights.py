@@ -1,0 +1,74 @@
+"""One launched bucket, the terms on which all of a window are combined, and what windows of one wrapper share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .comm import Collectives, Work
+from .comm_hooks import CommHook, HookedWork
+from .params import ManagedParams
+from .plan import BucketSpec
+from .pool import FlatPool, GradientBucket
+from .stats import Counters
+
+
+@dataclass(slots=True)
+class Flight:
+    """One launched bucket: what it carries, and where the means arrive."""
+
+    bucket: BucketSpec
+    work: Work
+    packed: list[Tensor]  # one a parameter, in the bucket's order
+    filled: GradientBucket | None  # the flat bucket whose views they are, if these become the means
+    stream: torch.Stream | None = None  # on which it was packed
+
+    def means(self) -> list[Tensor]:
+        """The parts of the packed bucket, after ``work``; or what a hook made of them.
+
+        Their memory is kept until the stream that asks is done with it, which may not be the one it belongs to.
+        """
+        if self.stream is not None and self.packed and not self.bucket.is_sparse:
+            current = torch.accelerator.current_stream(self.packed[0].device)
+            if current != self.stream:
+                self.packed[0].record_stream(current)  # all share one storage
+        return self.work.means() if isinstance(self.work, HookedWork) else self.packed
+
+
+@dataclass(slots=True)
+class Resources:
+    """What every window of one wrapper uses.
+
+    Attributes:
+        params: the managed parameters.
+        comm: the collectives.
+        counters: what is counted.
+        pool: where flat buckets come from.
+        fired: a byte for each parameter, 1 once its gradient came in the running window; hooks write it.
+        streams: on accelerators, where the gradient of a parameter was accumulated; likewise.
+    """
+
+    params: ManagedParams
+    comm: Collectives
+    counters: Counters
+    pool: FlatPool
+    fired: bytearray
+    streams: Mapping[int, torch.Stream]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the buckets of one window are combined.
+
+    Attributes:
+        divisor: how many ranks take part, by which shares are divided before they are summed.
+        hook: combines each bucket instead, and divides itself.
+        contributes: this rank has a share; else it takes part with zeros, whatever stands in ``.grad``.
+    """
+
+    divisor: int
+    hook: CommHook | None = None
+    contributes: bool = True

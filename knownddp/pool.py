@@ -1,0 +1,91 @@
+"""Flat buckets that are used again: fresh memory costs page faults, and fresh views a microsecond each.
+
+[Note: pool] Means are handed back as views of the flat bucket, which live in ``.grad`` as long as the user likes. A
+bucket is written again only when nobody refers to its memory any more, as reference counts tell. The pool holds what
+the last window used, and nothing else: what a step skips takes no memory. It is for the CPU: on accelerators the
+caching allocator makes fresh memory cheap, and knows of streams that still read the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .flat import FlatBucket
+from .ownership import COUNTS_TELL
+from .params import ManagedParams
+from .plan import BucketSpec
+
+MAX_SLACK = 2  # memory is used for a bucket that needs no less than this fraction of it
+
+
+class GradientBucket(FlatBucket):
+    """A flat bucket of managed parameters.
+
+    Attributes:
+        layout: their indices.
+        params: the parameters; None for one that was taken out of its module.
+        fits: whether the views are what their ``.grad`` should be, in dtype and strides.
+    """
+
+    __slots__ = ("fits", "layout", "params")
+
+    def __init__(self, params: ManagedParams, layout: tuple[int, ...], memory: torch.Tensor | None) -> None:
+        super().__init__([params.specs[i] for i in layout], memory)
+        self.layout = layout
+        self.params = [params.live[i] for i in layout]
+        self.fits = all(params.fits[i] for i in layout)
+
+
+class FlatPool:
+    """The flat buckets of the last window, to be taken again.
+
+    Args:
+        params: whose gradients they hold. ``clear`` the pool when their specs change.
+    """
+
+    def __init__(self, params: ManagedParams) -> None:
+        self._params = params
+        self._kept: dict[tuple[int, ...], GradientBucket] = {}  # by layout, oldest first
+
+    def kept(self) -> list[GradientBucket]:
+        """Those that may be taken."""
+        return list(self._kept.values())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
+    def take(self, bucket: BucketSpec) -> GradientBucket:
+        """One for the parameters of ``bucket``; its contents are whatever they are."""
+        layout = bucket.param_indices
+        kept = self._kept.pop(layout, None)
+        if kept is not None and kept.is_free():
+            return kept
+        del kept
+        return GradientBucket(self._params, layout, self._free_memory(layout) if self._kept else None)
+
+    def _free_memory(self, layout: tuple[int, ...]) -> torch.Tensor | None:
+        """That of a bucket of another layout. If none suits, those are dropped that would be beside the new one."""
+        specs = self._params.specs
+        key, needed = specs[layout[0]].key, sum(specs[i].numel for i in layout)
+        suitable = [
+            (kept.memory.numel(), name)
+            for name, kept in self._kept.items()
+            if (kept.memory.dtype, kept.memory.device) == key and needed <= kept.memory.numel() <= MAX_SLACK * needed
+        ]
+        for _, name in sorted(suitable):
+            kept = self._kept.pop(name)
+            if kept.is_free():
+                return kept.memory
+        dropped = 0
+        while self._kept and dropped < needed:
+            name = next(iter(self._kept))
+            dropped += self._kept.pop(name).memory.numel()
+        return None
+
+    def give(self, used: Iterable[GradientBucket]) -> None:
+        """A window is over, and these were used in it. What it did not use is forgotten."""
+        if COUNTS_TELL:
+            self._kept = {one.layout: one for one in used if one.memory.device.type == "cpu"}
