@@ -240,8 +240,8 @@ def choose_placement(module: nn.Module, device_ids: Sequence[Any] | None, output
     given = [*device_ids] if output_device is None else [*device_ids, output_device]
     if all(device.type == "cpu" for device in found) and any(isinstance(device, int) for device in given):
         raise ArgumentError(
-            "device_ids can only be None or contain a single element, or devices by name, where the module is on the "
-            f"CPU, since integers name accelerators: {given}.\n"
+            "device_ids can only be None or contain a single element, or names of devices: integers name accelerators, "
+            f"but the module is on the CPU: {given}.\n"
             f"Fix: move the module to the first device, or device_ids={['cpu'] * len(device_ids)}."
         )
     devices = tuple(_device(device, found) for device in device_ids)
