@@ -64,14 +64,21 @@ class Contender:
 
 
 class Trainee:
-    """A contender's own copy of the model, wrapped."""
+    """A contender's own copy of the model, wrapped; with ``wraps=False`` when ``wrap`` is called."""
 
-    def __init__(self, contender: Contender, workload: Workload, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, contender: Contender, workload: Workload, rank: int, device: torch.device, *, wraps: bool = True
+    ) -> None:
         self.contender = contender
         self.workload = workload
         self.module = workload.build().to(device)
         self.inputs = workload.inputs(rank).to(device)
-        self.wrapper = contender.wrap(self.module)
+        self.wrapper: nn.Module = self.module
+        if wraps:
+            self.wrap()
+
+    def wrap(self) -> None:
+        self.wrapper = self.contender.wrap(self.module)
 
     def forward(self, step: int) -> Tensor:
         dropped = self.workload.dropped(step)

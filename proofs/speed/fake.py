@@ -70,15 +70,16 @@ def make_complete(wrapper: nn.Module) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the name and bytes of every collective that is called inside."""
+    """Keeps name, dtype and bytes of every collective that is called inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[tuple[str, int]] = []
+        self.log: list[tuple[str, torch.dtype, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            nbytes = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-            self.log.append((func._opname, nbytes))
+            first = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            tensors = [one for one in first if isinstance(one, torch.Tensor)]
+            for one in tensors:
+                self.log.append((func._opname, one.dtype, one.numel() * one.element_size()))
         return func(*args, **(kwargs or {}))

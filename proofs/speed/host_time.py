@@ -50,6 +50,7 @@ def measure(num_params: int, rounds: int, device: torch.device) -> list[dict[str
     wrappers = {one.name: one.wrap(modules[one.name]) for one in able}
     times: dict[str, list[float]] = {one.name: [] for one in able}
     gc.collect()
+    gc.freeze()  # what there is now is not looked at again
     gc.disable()
     for number in range(-4, rounds):
         order = [one.name for one in able]

@@ -11,7 +11,8 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,37 +26,35 @@ from .task import Task
 from .workloads import Workload
 
 
-def _running_totals(changes: Iterable[int]) -> list[int]:
-    totals = [0]
-    for change in changes:
-        totals.append(totals[-1] + change)
-    return totals
+@dataclass(frozen=True)
+class StepMemory:
+    """Of the last of several steps.
 
-
-def peak_of(contender: Contender, workload: Workload, device: torch.device) -> dict[str, int]:
-    """Bytes of the last step.
-
-    ``peak_bytes``: the most that was held at a time, activations included. ``kept_bytes``: what is still held when the
-    backward is over: gradients and buckets.
+    Attributes:
+        held_before: bytes held when it began, of what was asked for since before the wrapper was made.
+        changes: bytes asked for (positive) and given back, one after the other.
     """
-    trainee = Trainee.__new__(Trainee)
-    trainee.contender, trainee.workload = contender, workload
-    trainee.module = workload.build().to(device)
-    trainee.inputs = workload.inputs(0).to(device)
+
+    held_before: int
+    changes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held at a time, activations included."""
+        return self.held_before + max(accumulate(self.changes), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is held when the backward is over: gradients and buckets."""
+        return self.held_before + sum(self.changes)
+
+
+def of_last_step(contender: Contender, workload: Workload) -> StepMemory:
+    """Every change of the CPU's memory, from torch's profiler."""
+    trainee = Trainee(contender, workload, 0, torch.device("cpu"), wraps=False)
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        trainee.wrapper = contender.wrap(trainee.module)
-        make_complete(trainee.wrapper)
-        for step in range(WARM_UP_STEPS + 1):
-            torch.cuda.reset_peak_memory_stats(device)
-            one_step(trainee, step)
-        torch.cuda.synchronize(device)
-        peak, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return {"peak_bytes": peak - before, "kept_bytes": kept - before}
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
-        trainee.wrapper = contender.wrap(trainee.module)
+        trainee.wrap()
         make_complete(trainee.wrapper)
         for step in range(WARM_UP_STEPS + 1):
             trainee.zero_grad()
@@ -65,9 +64,27 @@ def peak_of(contender: Contender, workload: Workload, device: torch.device) -> d
     last = next(event for event in events if event.name() == f"step {WARM_UP_STEPS}")
     memory = [event for event in events if event.name() == "[memory]" and event.start_ns() <= last.end_ns()]
     memory.sort(key=lambda event: event.start_ns())
-    totals = _running_totals(event.nbytes() for event in memory)
-    inside = [total for total, event in zip(totals[1:], memory, strict=True) if event.start_ns() >= last.start_ns()]
-    return {"peak_bytes": max(inside), "kept_bytes": inside[-1]}
+    before = [event.nbytes() for event in memory if event.start_ns() < last.start_ns()]
+    return StepMemory(sum(before), tuple(event.nbytes() for event in memory[len(before) :]))
+
+
+def peak_of(contender: Contender, workload: Workload, device: torch.device) -> dict[str, int]:
+    """``peak_bytes`` and ``kept_bytes`` of the last step, by the allocator of ``device``."""
+    if device.type != "cuda":
+        found = of_last_step(contender, workload)
+        return {"peak_bytes": found.peak_bytes, "kept_bytes": found.kept_bytes}
+    trainee = Trainee(contender, workload, 0, device, wraps=False)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    trainee.wrap()
+    make_complete(trainee.wrapper)
+    for step in range(WARM_UP_STEPS + 1):
+        trainee.zero_grad()
+        torch.cuda.reset_peak_memory_stats(device)
+        one_step(trainee, step)
+    torch.cuda.synchronize(device)
+    peak, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    return {"peak_bytes": peak - before, "kept_bytes": kept - before}
 
 
 def peaks(task: Task) -> dict[str, dict[str, dict[str, int]]]:

@@ -102,6 +102,7 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
     samples: dict[str, list[dict[str, float]]] = {one.contender.name: [] for one in trainees}
     watch = Stopwatch(device)
     gc.collect()
+    gc.freeze()  # what there is now is not looked at again
     gc.disable()
     for number in range(task.rounds):
         order = list(trainees)
@@ -115,6 +116,7 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
             progress.update()
         gc.collect()
     gc.enable()
+    gc.unfreeze()
     return {"workload": workload.name, "samples": samples, "wire_bytes": sent, "apart": apart}
 
 
