@@ -22,7 +22,7 @@ from .workloads import workloads
 
 DROPS = (0.0, 0.25, 0.5, 0.75)
 LOOPBACK_ROUNDS = 21
-ROUNDS = {"100mbit": 5, "1gbit": 11, "10gbit": 21}  # a step takes seconds on the slowest
+ROUNDS = {"100mbit": 3, "1gbit": 11, "10gbit": 21}  # a step takes seconds on the slowest
 MAX_APART = 1e-4  # of gradients of different wrappers, relative
 MAX_WIRE = 1.02  # of what is used, for KnownDDP on workloads above MIN_WIRE_BYTES
 MIN_WIRE_BYTES = 10_000_000

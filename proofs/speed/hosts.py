@@ -92,8 +92,9 @@ def own_loopback() -> Iterator[list[str]]:
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[str]]:
     """Two namespaces, joined by a link whose two ends are shaped to ``rate``."""
-    # A bucket that holds what the rate lets through in 2 ms, at least 512 KiB: a smaller one throttles fast links.
-    burst = max(512 * 1024, int(bytes_per_second(rate) * 0.002))
+    # What goes at once after a pause: two large frames, or what the rate lets through in a millisecond. More would make
+    # the link look faster than it is, less would throttle a fast one.
+    burst = max(128 * 1024, int(bytes_per_second(rate) * 0.001))
     with _namespaces("a", "b") as names:
         _run("ip", "link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
         for name, address in zip(names, ADDRESSES, strict=True):

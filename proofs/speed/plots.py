@@ -18,11 +18,11 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
 
 # Those of one family look alike; what is compared with them is grey.
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "0.6", "linestyle": ":"},
-    "ddp": {"color": "0.3", "linestyle": "-"},
     "ddp-runs-all": {"color": "0.3", "linestyle": "-"},
     "ddp-find": {"color": "tab:red", "linestyle": "-"},
     "times-zero": {"color": "tab:brown", "linestyle": "--"},
@@ -33,7 +33,11 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "known-trust": {"color": "tab:green", "linestyle": "--"},
     "known-shared": {"color": "tab:olive", "linestyle": "--"},
 }
-SAME_LINE = {"ddp": "ddp-runs-all"}  # without drops the one is the other
+ALSO = {"ddp": ("ddp-runs-all", "times-zero", "zero-function")}  # which are the same where nothing is dropped
+ON_PAGE = ("ddp-runs-all", "times-zero", "zero-function", "ddp-find", "replicate", "known", "known-find")
+SENDS_NOTHING = "plain"
+
+Panel = Callable[[Axes, Mapping[str, Any], Sequence[str]], None]
 
 
 def _points(net: Mapping[str, Any], value: Callable[[Mapping[str, Any]], Any]) -> dict[str, dict[float, Any]]:
@@ -42,9 +46,9 @@ def _points(net: Mapping[str, Any], value: Callable[[Mapping[str, Any]], Any]) -
     for run in net["runs"]:
         if run["workload"].startswith("drop-"):
             for row in run["rows"]:
-                name = SAME_LINE.get(row["contender"], row["contender"])
-                if name in STYLES:
-                    found.setdefault(name, {})[run["drop"]] = value(row)
+                for name in ALSO.get(row["contender"], (row["contender"],)):
+                    if name in STYLES:
+                        found.setdefault(name, {})[run["drop"]] = value(row)
     return found
 
 
@@ -52,9 +56,9 @@ def _titles(net: Mapping[str, Any]) -> dict[str, str]:
     return {row["contender"]: row["title"] for run in net["runs"] for row in run["rows"]}
 
 
-def _time(axes: Axes, net: Mapping[str, Any]) -> None:
-    titles = _titles(net)
-    for name, points in _points(net, lambda row: row["wall_s"]).items():
+def _time(axes: Axes, net: Mapping[str, Any], names: Sequence[str]) -> None:
+    titles, all_points = _titles(net), _points(net, lambda row: row["wall_s"])
+    for name, points in ((name, all_points[name]) for name in names if name in all_points):
         drops = sorted(points)
         middle = [1e3 * points[d]["median"] for d in drops]
         axes.plot(drops, middle, label=titles.get(name, name), marker="o", markersize=3, **STYLES[name])
@@ -68,30 +72,32 @@ def _time(axes: Axes, net: Mapping[str, Any]) -> None:
     _finish(axes, net)
 
 
-def _bytes(axes: Axes, net: Mapping[str, Any]) -> None:
-    titles = _titles(net)
-    for name, points in _points(net, lambda row: row["wire_bytes"] / 1e6).items():
+def _bytes(axes: Axes, net: Mapping[str, Any], names: Sequence[str]) -> None:
+    titles, all_points = _titles(net), _points(net, lambda row: row["wire_bytes"] / 1e6)
+    for name, points in ((name, all_points[name]) for name in names if name in all_points and name != SENDS_NOTHING):
         drops = sorted(points)
         label = titles.get(name, name)
         axes.plot(drops, [points[d] for d in drops], label=label, marker="o", markersize=3, **STYLES[name])
     axes.set_ylabel("MB sent by a rank in a step")
     _finish(axes, net)
+    axes.set_title(f"{net['network']}: all bytes, or those of used layers", fontsize=10)
 
 
 def _finish(axes: Axes, net: Mapping[str, Any]) -> None:
     axes.set_xlabel("share of layers that a step drops")
     axes.set_title(net["network"], fontsize=10)
     axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
 
 
-def _save(path: Path, panels: Sequence[tuple[Callable[[Axes, Mapping[str, Any]], None], Mapping[str, Any]]]) -> None:
+def _save(path: Path, panels: Sequence[tuple[Panel, Mapping[str, Any]]], names: Sequence[str]) -> None:
     """Panels side by side, with one legend for all."""
     figure, grid = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), squeeze=False)
     entries = {}
     for axes, (draw_panel, net) in zip(grid[0], panels, strict=True):
-        draw_panel(axes, net)
+        draw_panel(axes, net, names)
         lines, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, lines, strict=True))
     columns = min(len(entries), max(1, round(1.6 * len(panels))))
@@ -102,6 +108,9 @@ def _save(path: Path, panels: Sequence[tuple[Callable[[Axes, Mapping[str, Any]],
     pyplot.close(figure)
 
 
+PANELS: Sequence[tuple[str, Panel]] = (("time", _time), ("bytes", _bytes))
+
+
 def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """The files that were written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,12 +118,12 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     written = []
     for net in nets:
         slug = re.sub(r"\W+", "-", net["rate"] or "loopback")
-        for kind, panel in (("time", _time), ("bytes", _bytes)):
+        for kind, panel in PANELS:
             written.append(folder / f"{kind}-{slug}.png")
-            _save(written[-1], [(panel, net)])
+            _save(written[-1], [(panel, net)], list(STYLES))
     if nets:
         written.append(folder / "page.png")
-        _save(written[-1], [*((_time, net) for net in nets), (_bytes, nets[-1])])
+        _save(written[-1], [*((_time, net) for net in nets), (_bytes, nets[-1])], ON_PAGE)
     return written
 
 

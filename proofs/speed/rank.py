@@ -25,10 +25,9 @@ from .contenders import BY_NAME, Contender, Trainee
 from .task import Task
 from .workloads import Workload
 
-WARM_UP_STEPS = 4  # DDP lays out its buckets anew in the second, KnownDDP learns an order in the first
-BYTES_STEPS = 3
-LINK_SIZES = (4, 2**12, 2**16, 2**20, 2**22, 2**23)  # bytes of the all-reduces that measure the link
-LINK_REPEATS = 7
+WARM_UP_STEPS = 2  # DDP lays out its buckets anew in the second, KnownDDP learns an order in the first
+BYTES_STEPS = 2
+LINK_REPEATS = {4: 41, 2**10: 41, 2**14: 41, 2**21: 7, 2**22: 7, 2**23: 7}  # of all-reduces of so many bytes
 
 
 def one_step(trainee: Trainee, step: int, watch: Stopwatch | None = None) -> None:
@@ -59,10 +58,10 @@ def wire_bytes(trainee: Trainee | None, counter: WireCounter, first_step: int) -
 def link_times(device: torch.device) -> dict[int, float]:
     """Median seconds of one all-reduce, by its bytes."""
     found = {}
-    for nbytes in LINK_SIZES:
+    for nbytes, repeats in LINK_REPEATS.items():
         data = torch.ones(nbytes // 4, device=device)
         times = []
-        for _ in range(LINK_REPEATS):
+        for _ in range(repeats):
             dist.barrier()
             begun = time.perf_counter()
             dist.all_reduce(data)
@@ -96,9 +95,9 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
         progress.set_description(f"{workload.name}: {trainee.contender.name} warms up")
         for step in range(WARM_UP_STEPS):
             one_step(trainee, step)
-    apart = differences(trainees)
     silent = wire_bytes(None, counter, 0)
     sent = {one.contender.name: max(0.0, wire_bytes(one, counter, WARM_UP_STEPS) - silent) for one in trainees}
+    apart = differences(trainees)
     samples: dict[str, list[dict[str, float]]] = {one.contender.name: [] for one in trainees}
     watch = Stopwatch(device)
     gc.collect()

@@ -14,11 +14,11 @@ REFERENCES = ("ddp", "ddp-runs-all")  # ratios are to plain DDP, which can only 
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Median, quartiles and the least."""
     if len(values) < 2:
-        return dict.fromkeys(("q1", "median", "q3"), values[0])
+        return dict.fromkeys(("min", "q1", "median", "q3"), values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"q1": low, "median": middle, "q3": high}
+    return {"min": min(values), "q1": low, "median": middle, "q3": high}
 
 
 def _series(of_ranks: Sequence[Mapping[str, Any]], name: str, key: str) -> list[tuple[float, ...]]:
