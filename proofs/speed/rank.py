@@ -126,6 +126,8 @@ def main(folder: Path, rank: int) -> None:
     warnings.simplefilter("ignore")  # of torch about its own options
     if task.device == "cuda":
         torch.cuda.set_device(rank)
+        if task.interface != "lo":  # else NCCL would find that both hosts are one machine
+            os.environ["NCCL_P2P_DISABLE"] = os.environ["NCCL_SHM_DISABLE"] = "1"
     store = dist.FileStore(str(folder / "store"), task.world_size)
     backend = "nccl" if task.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=task.world_size)

@@ -69,6 +69,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "peak of a step and when its backward is over.",
         "",
     ]
+    if machine["gpu"]:
+        lines += ["On GPUs `MB sent` counts what went through the interface, which NCCL need not use.", ""]
     if result.get("quick"):
         lines += ["**A quick run of tiny models: its times say nothing.**", ""]
     for net in result["networks"]:
