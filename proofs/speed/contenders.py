@@ -41,7 +41,7 @@ class Contender:
 
     name: str
     title: str
-    wrap: Callable[[Layers], nn.Module]
+    wrap: Callable[[Any], nn.Module]
     instead: Dropped = Dropped.SKIP
     declares: bool = False
     needs_option: str = ""

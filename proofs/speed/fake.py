@@ -25,8 +25,8 @@ from knownddp.comm import DONE, Collectives, Work
 class FakeCollectives(Collectives):
     """Those of KnownDDP on the fake group itself, as if it were gloo. Every peer says what this rank says."""
 
-    follows_program_order = False  # type: ignore[assignment]
-    backend = "gloo"  # type: ignore[assignment]
+    follows_program_order = False
+    backend = "gloo"
 
     def __init__(self, parent: dist.ProcessGroup, *, own_group: bool) -> None:
         super().__init__(parent, own_group=False)

@@ -103,7 +103,7 @@ def hooks(counts: Sequence[int]) -> bool:
 
             for _ in range(3):
                 step()
-            us[name] = median_us(step, 5 if count >= 10_000 else 25) / count
+            us[name] = median_us(step, 3 if count >= 10_000 else 25) / count
             if name == "known":
                 with Recorder() as recorder:
                     step()

@@ -1,4 +1,4 @@
-"""The step on paper: ``python -m proofs.speed.model FILE``, where FILE was written by ``--json``.
+"""The step on paper: ``python -m proofs.speed.model [--least] FILE``, where FILE was written by ``--json``.
 
 An all-reduce of b bytes over N ranks takes 2 (N - 1) (alpha + b / (N beta)) in a ring and 2 (log2 N alpha + b / beta)
 in a tree: alpha is the time of a message, beta the rate of the slowest link. Buckets go one after the other, each when
@@ -9,6 +9,7 @@ follow are printed beside those that were measured. Then: on which cluster skipp
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -100,13 +101,16 @@ def sizes_of(run: Mapping[str, Any], used: bool) -> list[int]:
     return [nbytes // count] * count
 
 
-def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int) -> float | None:
-    """Seconds of a step of that contender, from those of the plain module; None where the model has nothing to say."""
+def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int, which: str = "median") -> float | None:
+    """Seconds of a step of that contender, from those of the plain module; None where the model has nothing to say.
+
+    ``which``: of the plain module's steps, "median" or "min".
+    """
     rows = {row["contender"]: row for row in run["rows"]}
     # A wrapper that runs dropped layers computes what it computes when none is dropped.
     share = run["param_bytes"] / run["used_bytes"] if name in ("ddp-runs-all", "times-zero") else 1.0
-    forward = rows["plain"]["forward_s"]["median"] * share
-    backward = rows["plain"]["wall_s"]["median"] * share - forward
+    forward = rows["plain"]["forward_s"][which] * share
+    backward = rows["plain"]["wall_s"][which] * share - forward
     num_params = len(sizes_of(run, used=False))
     if name.startswith("known"):
         agreement = 0 if name == "known-trust" else HEADER_BYTES + num_params
@@ -120,7 +124,7 @@ def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int) -> f
     return None
 
 
-def compared(result: Mapping[str, Any]) -> list[str]:
+def compared(result: Mapping[str, Any], which: str) -> list[str]:
     """Predicted against measured, for all networks of ``result`` that have a rate."""
     lines = []
     for net in result["networks"]:
@@ -133,9 +137,9 @@ def compared(result: Mapping[str, Any]) -> list[str]:
         ]
         for run in net["runs"]:
             for row in run["rows"]:
-                predicted = predict(run, row["contender"], link, net["world_size"])
+                predicted = predict(run, row["contender"], link, net["world_size"], which)
                 if predicted is not None and row["contender"] != "plain":
-                    measured = row["wall_s"]["median"]
+                    measured = row["wall_s"][which]
                     lines.append(
                         f"  {run['workload']:<10} {row['contender']:<14} {1e3 * predicted:>12.1f} "
                         f"{1e3 * measured:>12.1f} {predicted / measured:>6.2f}"
@@ -178,12 +182,16 @@ def cluster() -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str]) -> int:
-    for name in arguments:
-        print("\n".join(compared(json.loads(Path(name).read_text()))))
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proofs.speed.model", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--least", action="store_true", help="compare shortest steps instead of medians")
+    options = parser.parse_args()
+    for file in options.files:
+        print("\n".join(compared(json.loads(file.read_text()), "min" if options.least else "median")))
     print("\n".join(cluster()))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -31,7 +31,10 @@ LINK_REPEATS = {4: 41, 2**10: 41, 2**14: 41, 2**21: 7, 2**22: 7, 2**23: 7}  # of
 
 
 def one_step(trainee: Trainee, step: int, watch: Stopwatch | None = None) -> None:
-    """What the clock sees: old gradients are dropped, forward, backward with its communication."""
+    """What the clock sees: old gradients are dropped, forward, backward with its communication.
+
+    Gradients stay until the contender's next step, which drops them first, as a training does.
+    """
     if watch is not None:
         watch.start()
     trainee.zero_grad()
@@ -111,7 +114,6 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
             dist.barrier()
             one_step(trainee, WARM_UP_STEPS + BYTES_STEPS + number, watch)
             samples[trainee.contender.name].append(watch.read())
-            trainee.zero_grad()  # so that contenders do not crowd each other out of the memory
             progress.update()
         gc.collect()
     gc.enable()

@@ -8,6 +8,7 @@ Ranks that are not simulated say what some simulated rank says; gradients themse
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from unittest import mock
@@ -83,7 +84,8 @@ def _train(rank: int, world_size: int, dropped_by: Callable[[int, int], frozense
             return work
 
     plans = []
-    with fake_rank(rank, world_size), mock.patch("knownddp.ddp.collectives_over", Heard):
+    with fake_rank(rank, world_size), mock.patch("knownddp.ddp.collectives_over", Heard), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # declarations differ on purpose
         torch.manual_seed(0)
         model = KnownDDP(_Layers(), bucket_cap_mb=500 / 2**20)
         for step in range(STEPS):
