@@ -16,18 +16,20 @@ import sys
 import time
 import tracemalloc
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
 from tqdm import tqdm
 
+from knownddp import KnownDDP
 from knownddp.plan import MAX_CACHED_PLANS
 from proofs.planning_cost import planner_of, specs_of
 
 from .contenders import BY_NAME
 from .fake import Recorder, fake_rank, make_complete
 from .host_time import NUMEL, Tiny
-from .simulated import LAYERS, train
+from .simulated import LAYERS, WIDTH, SmallLayers, train
 
 COUNTS = (100, 1_000, 10_000, 100_000)
 RANKS = (2, 8, 64, 512, 4096)
@@ -35,6 +37,7 @@ MOST_FOR_DDP = 10_000  # its construction is quadratic
 REPEATS = 9
 HEADER_BYTES = 11
 MAX_GROWTH_OF_MEMORY = 1.1
+MAX_BLOCKS_A_STEP = 0.1
 
 
 def median_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -77,6 +80,33 @@ def distinct_sets(count: int) -> bool:
         f"{count} distinct sets of 24 layers with 288 parameters: {1e6 * took / count:.0f} us each (memory traced), "
         f"{len(planner)} plans kept, {held[0] / 1e6:.2f} MB after {2 * MAX_CACHED_PLANS} sets and "
         f"{held[1] / 1e6:.2f} MB at the end: {'holds' if holds else 'DOES NOT HOLD'}"
+    )
+    return holds
+
+
+def steps_with_distinct_sets(count: int) -> bool:
+    """Whole steps, each with layers dropped that never were dropped together before."""
+    torch.manual_seed(0)
+    model, x, draw = KnownDDP(SmallLayers()), torch.ones(2, WIDTH), random.Random(0)
+    times, blocks = array("d", bytes(8 * count)), []
+    for number in range(count):
+        dropped = frozenset(draw.sample(range(LAYERS), LAYERS // 2))
+        begun = time.process_time()
+        model.zero_grad()
+        unused = [model.module.layers[i] for i in dropped]
+        model(x, dropped, unused_parameters=unused).sum().backward()
+        times[number] = time.process_time() - begun
+        if number + 1 in (2 * MAX_CACHED_PLANS, count):
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+    tenth = count // 10
+    first, last = (1e6 * statistics.median(some) for some in (times[:tenth], times[-tenth:]))
+    more = (blocks[1] - blocks[0]) / count
+    holds = more <= MAX_BLOCKS_A_STEP
+    print(
+        f"{count} steps with distinct sets of {LAYERS} layers: {first:.0f} us each at first, {last:.0f} us at the end; "
+        f"{more:.3f} blocks of Python's memory more for each step: "
+        f"{'holds' if holds else 'DOES NOT HOLD'}"
     )
     return holds
 
@@ -158,6 +188,7 @@ def main() -> int:
     plans(counts)
     holds = distinct_sets(1_000 if options.quick else 10_000)
     with fake_rank(0, 2):
+        holds &= steps_with_distinct_sets(1_000 if options.quick else 10_000)
         holds &= hooks(counts)
     holds &= ranks(RANKS[:2] if options.quick else RANKS, not options.silent)
     print("all exact claims hold" if holds else "AN EXACT CLAIM DOES NOT HOLD")

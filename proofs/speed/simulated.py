@@ -60,7 +60,9 @@ class Trained:
     plans: tuple[object, ...]
 
 
-class _Layers(nn.Module):
+class SmallLayers(nn.Module):
+    """Layers that a call may drop, small enough that computing costs next to nothing."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
@@ -87,7 +89,7 @@ def _train(rank: int, world_size: int, dropped_by: Callable[[int, int], frozense
     with fake_rank(rank, world_size), mock.patch("knownddp.ddp.collectives_over", Heard), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # declarations differ on purpose
         torch.manual_seed(0)
-        model = KnownDDP(_Layers(), bucket_cap_mb=500 / 2**20)
+        model = KnownDDP(SmallLayers(), bucket_cap_mb=500 / 2**20)
         for step in range(STEPS):
             dropped = dropped_by(rank, step)
             model.zero_grad()
