@@ -16,7 +16,7 @@ from .hosts import inside
 from .task import Task
 
 ROOT = Path(__file__).parents[2]
-QUIET = {"KINETO_LOG_LEVEL": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no word on options that a workload does not need
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # no word on options that a workload does not need
 
 
 def environment() -> dict[str, str]:

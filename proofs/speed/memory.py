@@ -92,7 +92,10 @@ def peaks(task: Task) -> dict[str, dict[str, dict[str, int]]]:
     with TemporaryDirectory(prefix="knownddp-speed-") as folder:
         task.write(Path(folder))
         command = [sys.executable, "-m", "proofs.speed.memory", folder]
-        done = subprocess.run(command, env=environment(), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        # The profiler writes lines of its own to stderr, which are of use only if it fails.
+        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"memory could not be measured:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

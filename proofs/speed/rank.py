@@ -27,7 +27,8 @@ from .workloads import Workload
 
 WARM_UP_STEPS = 2  # DDP lays out its buckets anew in the second, KnownDDP learns an order in the first
 BYTES_STEPS = 2
-LINK_REPEATS = {4: 41, 2**10: 41, 2**14: 41, 2**21: 7, 2**22: 7, 2**23: 7}  # of all-reduces of so many bytes
+# Of all-reduces of so many bytes. None between: a shaped link lets those pass at once.
+LINK_REPEATS = {4: 41, 2**10: 41, 2**21: 7, 2**22: 7, 2**23: 7}
 
 
 def one_step(trainee: Trainee, step: int, watch: Stopwatch | None = None) -> None:
