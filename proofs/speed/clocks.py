@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cpu = 0.0
+        self._faults = 0
         self._marks: list[float | torch.cuda.Event] = []
 
     def _mark(self) -> None:
@@ -32,6 +34,7 @@ class Stopwatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._marks = []
+        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self._cpu = time.process_time()
         self._mark()
 
@@ -42,12 +45,15 @@ class Stopwatch:
         self._mark()
 
     def read(self) -> dict[str, float]:
-        """Seconds: ``wall`` of the step, ``forward`` of its first part, ``cpu`` of the step."""
+        """Seconds: ``wall`` of the step, ``forward`` of its first part, ``cpu`` of the step. ``faults``: pages that the
+        process had to fetch from the system meanwhile.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         cpu = time.process_time() - self._cpu
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self._faults
         begin, middle, end = self._marks
-        return {"wall": _between(begin, end), "forward": _between(begin, middle), "cpu": cpu}
+        return {"wall": _between(begin, end), "forward": _between(begin, middle), "cpu": cpu, "faults": float(faults)}
 
 
 def _between(earlier: float | torch.cuda.Event, later: float | torch.cuda.Event) -> float:

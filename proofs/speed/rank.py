@@ -31,20 +31,25 @@ BYTES_STEPS = 2
 LINK_REPEATS = {4: 41, 2**10: 41, 2**21: 7, 2**22: 7, 2**23: 7}
 
 
-def one_step(trainee: Trainee, step: int, watch: Stopwatch | None = None) -> None:
-    """What the clock sees: old gradients are dropped, forward, backward with its communication.
-
-    Gradients stay until the contender's next step, which drops them first, as a training does.
-    """
-    if watch is not None:
-        watch.start()
+def one_step(trainee: Trainee, step: int) -> None:
+    """Old gradients are dropped, forward, backward with its communication."""
     trainee.zero_grad()
+    trainee.forward(step).backward()
+
+
+def timed_step(trainee: Trainee, step: int, watch: Stopwatch) -> dict[str, float]:
+    """Forward, backward with its communication, and gradients are dropped, all of which the clock sees.
+
+    So each step finds the memory as the others do. If gradients stayed until the contender's next turn, it would depend
+    on where in the heap they lie whether their memory goes back to the system and has to be fetched anew.
+    """
+    watch.start()
     loss = trainee.forward(step)
-    if watch is not None:
-        watch.lap()
+    watch.lap()
     loss.backward()
-    if watch is not None:
-        watch.stop()
+    trainee.zero_grad()
+    watch.stop()
+    return watch.read()
 
 
 def wire_bytes(trainee: Trainee | None, counter: WireCounter, first_step: int) -> float:
@@ -102,6 +107,8 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
     silent = wire_bytes(None, counter, 0)
     sent = {one.contender.name: max(0.0, wire_bytes(one, counter, WARM_UP_STEPS) - silent) for one in trainees}
     apart = differences(trainees)
+    for trainee in trainees:
+        trainee.zero_grad()
     samples: dict[str, list[dict[str, float]]] = {one.contender.name: [] for one in trainees}
     watch = Stopwatch(device)
     gc.collect()
@@ -113,8 +120,8 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
         for trainee in order:
             progress.set_description(f"{workload.name}: {trainee.contender.name}")
             dist.barrier()
-            one_step(trainee, WARM_UP_STEPS + BYTES_STEPS + number, watch)
-            samples[trainee.contender.name].append(watch.read())
+            sample = timed_step(trainee, WARM_UP_STEPS + BYTES_STEPS + number, watch)
+            samples[trainee.contender.name].append(sample)
             progress.update()
         gc.collect()
     gc.enable()

@@ -39,6 +39,7 @@ def summarize(
     rows = []
     for name, walls in wall.items():
         cpu = [statistics.fmean(one) for one in _series(of_ranks, name, "cpu")]
+        faults = [statistics.fmean(one) for one in _series(of_ranks, name, "faults")]
         forward = [max(one) for one in _series(of_ranks, name, "forward")]
         row: dict[str, Any] = {
             "contender": name,
@@ -46,6 +47,7 @@ def summarize(
             "wall_s": spread(walls),
             "cpu_s": spread(cpu),
             "forward_s": spread(forward),
+            "page_faults": spread(faults),
             "wire_bytes": max(one["wire_bytes"][name] for one in of_ranks),
             **memory.get(name, {}),
         }

@@ -32,11 +32,11 @@ def _run(run: Mapping[str, Any], net: Mapping[str, Any]) -> list[str]:
         "",
     ]
     has_memory = any("peak_bytes" in row for row in run["rows"])
-    header = ["", "step ms", "to DDP", "CPU ms", "MB sent"] + ["MB at peak", "MB kept"] * has_memory
+    header = ["", "step ms", "to DDP", "CPU ms", "page faults", "MB sent"] + ["MB at peak", "MB kept"] * has_memory
     rows = []
     for row in run["rows"]:
         cells = [row["title"], _of(row["wall_s"], 1e3, 1), _of(row["ratio"], 1, 2) if "ratio" in row else ""]
-        cells += [f"{1e3 * row['cpu_s']['median']:.1f}", _mb(row["wire_bytes"])]
+        cells += [f"{1e3 * row['cpu_s']['median']:.1f}", f"{row['page_faults']['median']:.0f}", _mb(row["wire_bytes"])]
         if has_memory:
             cells += [_mb(row.get("peak_bytes")), _mb(row.get("kept_bytes"))]
         rows.append(cells)
@@ -64,7 +64,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         + f"; torch {machine['torch']}, Python {machine['python']}, one thread a rank; load "
         f"{machine['load']:.1f} before and {machine.get('load_after', machine['load']):.1f} after.",
         "",
-        "Medians, with quartiles in brackets. `to DDP` is the median of ratios of steps that ran one after the other. "
+        "Medians, with quartiles in brackets. `to DDP` is the median of ratios of steps of one round. "
         "`MB sent` is what left the interface for a rank. Memory is without parameters, activations included, at the "
         "peak of a step and when its backward is over.",
         "",
