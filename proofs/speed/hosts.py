@@ -19,6 +19,7 @@ from types import FrameType
 LINK = "kdlink"
 ADDRESSES = ("10.78.0.1/24", "10.78.0.2/24")
 PREFIX = "kdspeed"
+QUEUE_BYTES = 32 * 2**20  # more than sockets hold, so that no packet is dropped and no time-out of TCP is measured
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -101,6 +102,6 @@ def two_hosts(rate: str) -> Iterator[list[str]]:
             _run("ip", "-n", name, "addr", "add", address, "dev", LINK)
             # Large frames: what is counted is then payload, and hardly any headers.
             _run("ip", "-n", name, "link", "set", LINK, "mtu", "65000", "up")
-            shape = f"tc qdisc add dev {LINK} root tbf rate {rate} burst {burst} latency 100ms"
+            shape = f"tc qdisc add dev {LINK} root tbf rate {rate} burst {burst} limit {QUEUE_BYTES}"
             _run(*inside(name), *shape.split())
         yield names
