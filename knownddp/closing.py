@@ -21,9 +21,10 @@ from .forwards import ForwardLog, declared_by_all, promised_by
 from .graphs import Graph, GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
+from .outcomes import Fault
 from .params import ManagedParams
 from .plan import Planner
-from .protocol import Agreement, Fault, Phase, WindowProtocol
+from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import Window
 
@@ -65,6 +66,15 @@ class Closing:
         """Start to combine a message with that of all ranks. Under "trust" one's own stands for all."""
         combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
+
+    def may_look_at_opening(self, window: Window) -> bool:
+        """Whether a bucket may go if OPEN tells what is expected, and OPEN is there.
+
+        In program order all ranks look at the same gradient, to launch there: they wait for it.
+        """
+        if not self.protocol.wants_opening or window.opening is None:
+            return False
+        return self.protocol.in_program_order or window.opening[0].is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True, firing: int = NOT_PLACED) -> None:
         """OPEN has come back, or must be waited for. ``firing``: as for ``launch``."""

@@ -8,7 +8,6 @@ needed: a bucket's parameters lie on one device, and the engine runs their hooks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 NOT_PLACED: Final = -1
@@ -36,11 +35,6 @@ class Countdown:
         """Nothing has fired, and nothing counts."""
         self.stop()
         self.fired[:] = bytes(len(self.fired))
-
-    def start(self, slots: Sequence[int], left: Sequence[int]) -> None:
-        """From now on gradients count."""
-        self.slots[:] = slots
-        self.left[:] = left
 
     def stop(self) -> None:
         """No gradient counts any more by itself."""

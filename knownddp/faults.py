@@ -20,7 +20,7 @@ from .errors import (
     UsageError,
     shorten,
 )
-from .protocol import Fault
+from .outcomes import Fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def _table(test: Callable[[int], object]) -> bytes:
 
 IS_AGREED: Final = _table(lambda b: b & (EXPECTED | CARRIED))
 IS_DISPUTED: Final = _table(lambda b: b & DECLARED and b & NEEDED)
-IS_UNEVEN: Final = _table(lambda b: b & EXPECTED and b & LACKING)
+IS_UNEVEN: Final = _table(lambda b: b & (EXPECTED | CARRIED) and b & LACKING)
 IS_TOUCHED: Final = _table(lambda b: b & (TOUCHED | LATE))
 IS_LATE: Final = _table(lambda b: b & LATE)
 IS_UNMET: Final = _table(lambda b: b & PROMISED and not b & (TOUCHED | LATE))

@@ -8,15 +8,17 @@ places still meet in a message, and every rank learns the same from it.
 [Note: launch order] Collectives of different ranks pair up by their order alone. So bucket k is launched when it is
 full, the agreed set is known, and every bucket before k was launched.
 
+[Note: guess] Until OPEN is back gradients are counted as if all ranks expected what this one does; mostly they do.
+
 [Note: late] A gradient for a parameter outside the agreed set, or a second one after its bucket left, is late. CLOSE
 tells every rank, and one more round, which all know to be due, reduces the late ones.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
@@ -42,6 +44,7 @@ from .messages import (
     flags_of,
     indices_of,
 )
+from .outcomes import NONE, Closing, Fault, Opening
 from .plan import BucketPlan, Planner
 
 
@@ -72,50 +75,6 @@ NEXT: Final = {
     Phase.SETTLING: {Phase.IDLE},
     Phase.BROKEN: set(),
 }
-
-
-class Fault(Enum):
-    """Why a window ends in an error, on every rank alike."""
-
-    CROSSED = auto()  # OPEN met CLOSE, or windows of different numbers met: the library's fault
-    MODELS = auto()  # dtypes or shapes of the parameters differ between ranks
-    DECLARATIONS = auto()  # "same" was asked for and declarations differ
-    NESTED = auto()  # a backward began where its end cannot be seen
-    UNSEEN = auto()  # some ranks only guess that theirs is a backward of this wrapper, others know
-    FAILED = auto()  # a backward raised on some rank
-    GRAPH = auto()  # the graph was promised to be static and changed on some rank
-    TRUST = auto()  # under "trust": a gradient that was not expected, on this rank alone
-
-
-NONE: Final = range(0)  # no bucket may go
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What OPEN told.
-
-    ``launch`` are the buckets that may go now. ``disputed`` are parameters that one rank declared unused and another
-    did not.
-    """
-
-    fault: Fault | None
-    launch: range = NONE
-    disputed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """What CLOSE told.
-
-    ``touched`` has a byte for each parameter: 1 if any rank has a gradient to average. ``late`` are due in one more
-    round, planned by ``late_plan``. ``order_due`` says that the ready order is to be agreed now.
-    """
-
-    fault: Fault | None
-    touched: bytes = b""
-    late: tuple[int, ...] = ()
-    late_plan: BucketPlan | None = None
-    order_due: bool = False
 
 
 class WindowProtocol:
@@ -151,10 +110,10 @@ class WindowProtocol:
         self._carried: Collection[int] = ()
         self._repeated: list[int] = []
         self._late: set[int] = set()
-        self._early: list[int] = []
         self._arrivals: list[int] = []
         self._next = 0
         self._waits_for_end = False
+        self.wants_opening = False  # a bucket may go if the agreed set is what this rank takes it for
 
     def _move(self, source: Phase, target: Phase) -> None:
         if self.phase is not source or target not in NEXT[source]:
@@ -208,24 +167,32 @@ class WindowProtocol:
         said = int.from_bytes(flags_of(declared, self._num_params), "little")
         expects = int.from_bytes(expected, "little")
         lane = expects * EXPECTED | (self._ones ^ expects) * LACKING | said * DECLARED | (self._ones ^ said) * NEEDED
-        carries = int.from_bytes(flags_of(carried, self._num_params), "little") * CARRIED
+        carries = int.from_bytes(flags_of(carried, self._num_params), "little")
+        self._start((expects | carries).to_bytes(self._num_params, "little"))
         if silent:
-            return self._message(Flag.OPEN, signature, carries)
-        lane |= carries
+            return self._message(Flag.OPEN, signature, carries * CARRIED)
+        lane |= carries * CARRIED
         how = Flag.GUESSED if guessed else Flag.SEEN
         return self._message(Flag.OPEN | how | (Flag.NESTED if nested else 0), signature, lane)
 
     def opened(self, message: bytes) -> Opening:
         """The OPEN of all ranks is known. A fault ends the window here, on every rank."""
         fault, disputed = self._fault_of_open(message)
+        self.wants_opening = False
         if fault is not None:
             self._move(Phase.OPENING, Phase.IDLE)
+            self.countdown.stop()
             self.window += 1
             return Opening(fault, disputed=disputed)
         self._move(Phase.OPENING, Phase.REDUCING)
         lane = message[HEADER_BYTES:]
         self._waits_for_end = self.in_program_order and any(lane.translate(IS_UNEVEN))
-        return Opening(None, self._start(lane.translate(IS_AGREED)), disputed)
+        agreed = lane.translate(IS_AGREED)
+        if agreed != self.agreed:
+            self._start_again(agreed)
+        else:
+            self._resume()
+        return Opening(None, self._advance(), disputed)
 
     def _fault_of_open(self, message: bytes) -> tuple[Fault | None, tuple[int, ...]]:
         disputed = indices_of(message[HEADER_BYTES:].translate(IS_DISPUTED))
@@ -241,34 +208,48 @@ class WindowProtocol:
             return Fault.DECLARATIONS, disputed
         return None, disputed
 
-    def _start(self, agreed: bytes) -> range:
-        """Plan the agreed set, and count what this rank will not contribute to and what came early."""
+    def _start(self, agreed: bytes) -> None:
+        """Plan a set, and count what this rank will not contribute to: [Note: guess]."""
         self.agreed = agreed
         plan = self.plan = self.planner.plan(agreed)
-        slots: Sequence[int] = plan.bucket_of
         left: Sequence[int] = plan.sizes
         if self._expected != agreed:
-            slots = [bucket if expected else NOT_PLACED for bucket, expected in zip(slots, self._expected, strict=True)]
             missing = Counter(plan.bucket_of[i] for i in plan.members if not self._expected[i])
             left = [size - missing[bucket] for bucket, size in enumerate(left)]
-        self.countdown.start(slots, left)
-        if not self.planner.has_learnt:
-            self.countdown.stop()  # their order is to be seen
-        for i in self._early:
+        self.countdown.left[:] = left
+        self._resume()
+
+    def _resume(self) -> None:
+        """First gradients of what this rank expects count by themselves, once an order is known."""
+        if self.planner.has_learnt:
+            counts = map(operator.gt, self._expected, self.countdown.fired)
+            placed = zip(self.plan.bucket_of, counts, strict=True)
+            self.countdown.slots[:] = [bucket if one else NOT_PLACED for bucket, one in placed]
+
+    def _start_again(self, agreed: bytes) -> None:
+        """The set is not the one that was guessed: count anew what has come."""
+        fired, repeated, arrivals = indices_of(bytes(self.countdown.fired)), self._repeated, self._arrivals
+        self.countdown.reset()
+        self._repeated, self._late = [], set()
+        self._start(agreed)
+        for i in (*fired, *repeated):
             self._count(i)
-        return self._advance()
+        self._arrivals = arrivals
 
     def ready(self, param_index: int) -> range:
         """A defined gradient was accumulated. Returns the buckets that may go now, in plan order.
 
         Not called for those that ``countdown`` counted.
         """
-        if self.phase is Phase.OPENING:
-            self._early.append(param_index)
-            return NONE
-        if self.phase is not Phase.REDUCING:
+        if self.phase is not Phase.REDUCING and self.phase is not Phase.OPENING:
             raise InternalError(f"a gradient came in phase {self.phase.name}")
-        return self._advance() if self._count(param_index) == self._next else NONE
+        if self._count(param_index) != self._next:
+            return NONE
+        if self.phase is Phase.REDUCING:
+            return self._advance()
+        self.wants_opening = not self.plan.buckets[self._next].is_held
+        self.countdown.stop()  # so that each gradient is an occasion to look whether OPEN is back
+        return NONE
 
     def _count(self, param_index: int) -> int:
         """Note one gradient. Returns the position of the bucket that it filled, or ``NOT_PLACED``."""

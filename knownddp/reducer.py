@@ -89,7 +89,6 @@ class Reducer(Closing, StockReducer):
         # Hooks run on an engine thread for each device, and so may the end of a backward that raised.
         self.lock = threading.RLock()
         params.refresh()
-        self._limits = tuple(limits)
         self.planner = Planner(params.specs, limits)
         self.planner.hold(delayed)
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
@@ -362,12 +361,8 @@ class Reducer(Closing, StockReducer):
             if window is None or (window.outcome is not None and window.outcome.fault is not None):
                 return
             self.launch(window, self.protocol.ready(param_index), firing=param_index)
-            if window.opening is not None and self._may_look_at(window, param_index):
+            if self.may_look_at_opening(window):
                 self.look_at_opening(window, firing=param_index)
-
-    def _may_look_at(self, window: Window, param_index: int) -> bool:
-        nbytes, in_order = self.params.specs[param_index].nbytes, self.protocol.in_program_order
-        return window.may_look_at_opening(nbytes, self._limits[0], in_program_order=in_order)
 
     def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.

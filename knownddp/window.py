@@ -15,7 +15,7 @@ from . import _torch_private as private
 from .comm import Work, run_in_turn, run_together
 from .exchange import GradientExchange
 from .forwards import ForwardRecord
-from .protocol import Opening
+from .outcomes import Opening
 
 
 @dataclass(slots=True, eq=False)
@@ -34,19 +34,6 @@ class Window:
     opening: tuple[Work, Tensor] | None = None
     outcome: Opening | None = None
     undefined: set[int] = field(default_factory=set)  # parameters whose gradient was undefined on this rank
-    early_bytes: int = 0
-
-    def may_look_at_opening(self, nbytes: int, first_cap_bytes: int, *, in_program_order: bool) -> bool:
-        """Whether to look at OPEN in the middle of the backward, ``nbytes`` more being ready: when it is there.
-
-        ``in_program_order``: when a first bucket could be full.
-        """
-        if self.opening is None:
-            return False
-        if not in_program_order:
-            return self.opening[0].is_completed()
-        self.early_bytes += nbytes
-        return self.early_bytes >= first_cap_bytes
 
 
 @dataclass(slots=True)

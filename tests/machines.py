@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from strategies import spec
 
+from knownddp.outcomes import Closing, Opening
 from knownddp.plan import BucketPlan, Planner
-from knownddp.protocol import Agreement, Closing, Opening, WindowProtocol, flags_of
+from knownddp.protocol import Agreement, WindowProtocol, flags_of
 from knownddp.specs import ParamSpec
 
 N = 4

@@ -20,7 +20,7 @@ def test_it_counts_what_leaves_its_bucket_waiting():
     """Buckets 0 and 1 wait for three and one; parameter 4 is in none."""
     countdown = Countdown(5)
     assert not any(countdown.counts(i) for i in range(5))  # no window is open
-    countdown.start([0, 0, 0, 1, NOT_PLACED], [3, 1])
+    countdown.slots[:], countdown.left[:] = [0, 0, 0, 1, NOT_PLACED], [3, 1]
     assert countdown.counts(0) and countdown.left == [2, 1]
     assert not countdown.counts(0)  # a second time
     assert not countdown.counts(3) and not countdown.counts(4)  # it fills its bucket; it has none
@@ -38,10 +38,14 @@ def _run(
 ) -> object:
     """All that the machine says in one window."""
     rank.begin(expected)
-    said: list[object] = [rank.ready(i) for i in fires[:early]]
-    said.append(rank.opened(opening))
-    for i in fires[early:]:
+    said: list[object] = []
+    for place, i in enumerate(fires):
+        if place == early:
+            said.append(rank.opened(opening))
         said.append(range(0) if counts and rank.countdown.counts(i) else rank.ready(i))
+        said.append(rank.wants_opening)
+    if early == len(fires):
+        said.append(rank.opened(opening))
     said = [list(one) if isinstance(one, range) else one for one in said]
     said += [list(rank.end()), rank.fired(), rank.has_fired]
     message = rank.close(expected)
@@ -72,7 +76,7 @@ def test_hooks_count_as_the_countdown_does(data):
     params = [nn.Parameter(torch.ones(())) for _ in range(n)]
     by_hook, by_hand = Countdown(n), Countdown(n)
     for countdown in (by_hook, by_hand):
-        countdown.start(slots, left)
+        countdown.slots[:], countdown.left[:] = slots, left
 
     class Reports:
         def __init__(self) -> None:
@@ -109,7 +113,7 @@ class _Nothing(torch.autograd.Function):
 def test_an_undefined_gradient_is_not_counted():
     param = nn.Parameter(torch.ones(()))
     countdown = Countdown(1)
-    countdown.start([0], [2])
+    countdown.slots[:], countdown.left[:] = [0], [2]
     seen: list[tuple[int, torch.Tensor | None]] = []
 
     class Reports:

@@ -14,7 +14,8 @@ from machines import ALL, N, Part, closing, combine, flags, group, machine, wind
 from strategies import examples, limits, specs_and_order
 
 from knownddp.errors import InternalError
-from knownddp.protocol import HEADER_BYTES, NEXT, Agreement, Closing, Fault, Opening, Phase, WindowProtocol
+from knownddp.outcomes import Closing, Fault, Opening
+from knownddp.protocol import HEADER_BYTES, NEXT, Agreement, Phase, WindowProtocol
 
 
 def assert_next_window_works(ranks: Sequence[WindowProtocol]) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 # Calls of Python functions a parameter, beyond those of the module itself. One more call in a gradient's route is one
 # more a parameter.
-BACKWARD_CALLS = {"known": 17.7, "known-find": 19.7, "known-trust": 14.7}
+BACKWARD_CALLS = {"known": 1.5, "known-find": 1.6, "known-trust": 1.5}
 FORWARD_CALLS = 0.2
 # A quick model has one bucket, which is one message beside OPEN and CLOSE; "trust" has no such messages.
 COLLECTIVES = {"known": 3, "known-find": 3, "known-trust": 1}
