@@ -22,7 +22,7 @@ from .claims import Refuted, ToolMissing
 
 FOLDER: Final = Path(__file__).with_name("coq")
 # In the order in which they need each other.
-SOURCES: Final = ("Assign", "Order", "Layout", "Pack", "Mean", "Protocol", "Launch")
+SOURCES: Final = ("Assign", "Order", "Launch", "Protocol", "Layout", "Pack", "Mean")
 # What real numbers rest on in Coq's standard library. Nothing else may be assumed by anything.
 REALS: Final = frozenset(
     {

@@ -51,5 +51,5 @@ def replay_assign(quick: bool) -> Evidence:
 
 
 def replay_plan(quick: bool) -> Evidence:
-    rows = [plan_row(case) for case in plan_cases(200 if quick else 2000)]
+    rows = [plan_row(case) for case in plan_cases(100 if quick else 1000)]
     return Evidence(replayed("Order", PLAN, PLAN_ROW, rows))

@@ -118,7 +118,8 @@ Qed.
 Record sound (ls : list N) (s : state) : Prop := {
   s_nodup : NoDup (map fst (opened s));
   s_open : forall k b, In (k, b) (opened s) ->
-           items b <> [] /\ Forall (fun x => dense_of k x = true) (items b) /\ cap b = limit ls (stage s k) /\ is_full b = false;
+           items b <> [] /\ Forall (fun x => dense_of k x = true) (items b) /\ cap b = limit ls (stage s k) /\
+             is_full b = false;
   s_closed : Forall (fun b => items b <> []) (closed s) }.
 
 Lemma is_dense_of x : sparse x = false -> dense_of (key x) x = true.
@@ -207,13 +208,15 @@ Lemma opened_of_key ls s k : sound ls s ->
 Proof.
   intros [N O _]. induction (opened s) as [|[i c] o IH]; simpl; auto.
   inversion N; subst. destruct (O i c (or_introl eq_refl)) as [NE [H _]].
-  assert (T : of_key k (map snd o) = match get k o with Some b => [b] | None => [] end) by (apply IH; auto; intros; apply O; simpl; auto).
+  assert (T : of_key k (map snd o) = match get k o with Some b => [b] | None => [] end) by (apply IH; auto; intros;
+    apply O; simpl; auto).
   destruct (Nat.eqb_spec k i).
   - subst. rewrite (begins_all _ _ NE H). rewrite T, get_none by auto. auto.
   - rewrite (begins_none (dense_of k) c); [apply T|]. eapply Forall_impl; [|apply H].
     simpl. intros; eapply dense_of_other; eauto.
 Qed.
-Definition open_items (s : state) (k : nat) : list item := match get k (opened s) with Some b => items b | None => [] end.
+Definition open_items (s : state) (k : nat) :
+  list item := match get k (opened s) with Some b => items b | None => [] end.
 Lemma filling_is ls s k : sound ls s -> filling ls s k = Bucket (open_items s k) (limit ls (stage s k)).
 Proof.
   intros S. pose proof (filling_sound ls s k S) as [_ L]. unfold filling, open_items in *.
@@ -239,9 +242,11 @@ Proof.
       * subst. rewrite DX. simpl. rewrite FI. unfold joined. simpl.
         destruct (is_full _) eqn:F; simpl.
         { rewrite of_key_app. simpl. rewrite FI in FH. simpl in FH.
-          pose proof (begins_joined (dense_of (key x)) (Bucket (open_items s (key x)) (limit ls (stage s (key x)))) x FH DX) as B.
+          pose proof (begins_joined (dense_of (key x)) (Bucket (open_items s (key x)) (limit ls (stage s (key x)))) x
+            FH DX) as B.
           unfold joined in B. simpl in B. rewrite B.
-          rewrite Nat.eqb_refl, <- app_assoc. simpl. unfold open_items at 2. simpl. rewrite get_del by apply S. rewrite Nat.eqb_refl. auto. }
+          rewrite Nat.eqb_refl, <- app_assoc. simpl. unfold open_items at 2. simpl. rewrite get_del by apply S.
+            rewrite Nat.eqb_refl. auto. }
         { f_equal. unfold open_items at 1. simpl. rewrite get_put, Nat.eqb_refl. auto. }
       * assert (D : dense_of k x = false) by (eapply dense_of_other; eauto). rewrite D.
         assert (B : begins (dense_of k) (joined (filling ls s (key x)) x) = false).
@@ -271,24 +276,28 @@ Proof.
   assert (G : forall s, sound ls s -> of_sparse (results (fold_left (feed ls) xs s))
                       = of_sparse (closed s) ++ map (fun x => Bucket [x] 0%N) (filter sparse xs)).
   { induction xs as [|x r IH]; intros s S; simpl.
-    - unfold results, of_sparse. rewrite filter_app. fold (of_sparse (map snd (opened s))). rewrite (opened_not_sparse ls) by auto. auto.
+    - unfold results, of_sparse. rewrite filter_app. fold (of_sparse (map snd (opened s))).
+      rewrite (opened_not_sparse ls) by auto. auto.
     - rewrite IH by (apply feed_sound; auto). unfold feed. destruct (sparse x) eqn:Sx; simpl.
       + unfold of_sparse. rewrite filter_app. simpl. unfold begins. simpl. rewrite Sx, <- app_assoc. auto.
       + assert (B : begins sparse (joined (filling ls s (key x)) x) = false).
         { apply begins_none. simpl. apply Forall_app; split; [|auto].
-          eapply Forall_impl; [|apply (filling_sound ls s (key x) S)]. simpl. unfold dense_of. intros y. destruct (sparse y); auto. }
+          eapply Forall_impl; [|apply (filling_sound ls s (key x) S)]. simpl. unfold dense_of. intros y.
+            destruct (sparse y); auto. }
         destruct (is_full _); simpl; auto. unfold of_sparse. rewrite filter_app. simpl. rewrite B, app_nil_r. auto. }
   unfold assign, run. rewrite G by apply start_sound. auto.
 Qed.
 (* ... and nothing else is a bucket: each begins with a sparse item, or with a dense one of some key. *)
-Theorem no_other_bucket ls xs b : In b (assign ls xs) -> In b (of_sparse (assign ls xs)) \/ exists k, In b (of_key k (assign ls xs)).
+Theorem no_other_bucket ls xs b : In b (assign ls xs) ->
+  In b (of_sparse (assign ls xs)) \/ exists k, In b (of_key k (assign ls xs)).
 Proof.
   intros I. pose proof (run_sound ls xs) as [_ O C].
   assert (NE : items b <> []).
   { unfold assign, results in I. apply in_app_or in I as [I|I]; [rewrite Forall_forall in C; auto|].
     apply in_map_iff in I as [[k c] [E I]]. simpl in E. subst. apply (O _ _ I). }
   unfold of_sparse, of_key. destruct (items b) as [|x r] eqn:E; [contradiction|].
-  destruct (sparse x) eqn:Sx; [left|right; exists (key x)]; apply filter_In; split; auto; unfold begins; rewrite E; auto using is_dense_of.
+  destruct (sparse x) eqn:Sx; [left|right; exists (key x)]; apply filter_In; split; auto; unfold begins; rewrite E;
+    auto using is_dense_of.
 Qed.
 
 (* -- what the buckets of one key look like *)
@@ -311,7 +320,8 @@ Proof.
   induction xs as [|x r IH]; intros n o; simpl; [destruct o; auto|].
   destruct (is_full _); simpl; [rewrite <- IH|]; auto.
 Qed.
-Lemma stages_nth ls c : forall n j, j < c -> n <= length ls - 1 -> nth j (stages ls n c) 0%N = nth (Nat.min (n + j) (length ls - 1)) ls 0%N.
+Lemma stages_nth ls c : forall n j, j < c -> n <= length ls - 1 ->
+  nth j (stages ls n c) 0%N = nth (Nat.min (n + j) (length ls - 1)) ls 0%N.
 Proof.
   induction c as [|c IH]; intros n j L B; [lia|]. destruct j; simpl.
   - unfold limit. f_equal. lia.
@@ -348,7 +358,8 @@ Proof. rewrite keys_are_independent. apply greedy_good. auto. Qed.
 (* A7: with no limit below m, the B bytes of a key make at most B / m + 1 buckets. *)
 Lemma limit_least ls m n : ls <> [] -> Forall (fun l => (m <= l)%N) ls -> n <= length ls - 1 -> (m <= limit ls n)%N.
 Proof.
-  intros NE F L. unfold limit. rewrite Forall_forall in F. apply F, nth_In. destruct ls; [contradiction|simpl in *; lia].
+  intros NE F L. unfold limit. rewrite Forall_forall in F. apply F, nth_In.
+    destruct ls; [contradiction|simpl in *; lia].
 Qed.
 Lemma greedy_count ls m xs : ls <> [] -> Forall (fun l => (m <= l)%N) ls -> forall n o, n <= length ls - 1 ->
   (m * N.of_nat (length (greedy ls n o xs)) <= total o + total xs + m)%N.

@@ -18,8 +18,10 @@ Definition dense (t : dims) : Prop := exists u, Permutation t u /\ packed 1 u.
 
 (* -- dense strides are a bijection between indices and places *)
 
-Fixpoint decode (o : nat) (t : dims) : list nat := match t with [] => [] | (n, _) :: r => (o mod n) :: decode (o / n) r end.
-Lemma packed_in t : forall w i, fits i t -> packed w t -> exists q, offset i t = w * q /\ q < volume t /\ decode q t = i.
+Fixpoint decode (o : nat) (t : dims) :
+  list nat := match t with [] => [] | (n, _) :: r => (o mod n) :: decode (o / n) r end.
+Lemma packed_in t : forall w i, fits i t -> packed w t ->
+  exists q, offset i t = w * q /\ q < volume t /\ decode q t = i.
 Proof.
   induction t as [|[n s] t IH]; intros w [|x i] F P; simpl in *; try tauto.
   - exists 0. repeat split; lia.
@@ -39,7 +41,8 @@ Proof.
     destruct A as [->| ->]; [rewrite Nat.mod_1_r, Nat.div_1_r; lia|nia].
 Qed.
 (* The order in which dimensions are listed does not matter. *)
-Definition carries (f : list nat -> list nat) (a b : dims) : Prop := forall i, fits i a -> fits (f i) b /\ offset (f i) b = offset i a.
+Definition carries (f : list nat -> list nat) (a b : dims) : Prop := forall i, fits i a ->
+  fits (f i) b /\ offset (f i) b = offset i a.
 Lemma any_order a b : Permutation a b -> volume a = volume b /\ exists f g, carries f a b /\ carries g b a
   /\ (forall i, fits i a -> g (f i) = i) /\ (forall i, fits i b -> f (g i) = i).
 Proof.
@@ -94,7 +97,8 @@ Definition inner_first (t : dims) : dims := fold_right insert [] (filter (fun d 
 Fixpoint steps (w : nat) (t : dims) : bool :=
   match t with [] => true | (n, s) :: r => Nat.eqb s w && steps (w * n) r end.
 Definition has_zero (shape : list nat) : bool := existsb (Nat.eqb 0) shape.
-Definition is_dense (shape strides : list nat) : bool := has_zero shape || steps 1 (inner_first (combine shape strides)).
+Definition is_dense (shape strides : list nat) :
+  bool := has_zero shape || steps 1 (inner_first (combine shape strides)).
 (* Equal but for dimensions of size 1, whose stride means nothing. *)
 Fixpoint alike (shape a b : list nat) : bool :=
   match shape, a, b with
@@ -126,9 +130,11 @@ Proof.
   - unfold inner_first. rewrite sort_perm. apply split_perm.
   - apply steps_packed; auto. apply Forall_forall. intros d I. apply filter_In in I as [_ I]. apply Nat.eqb_eq; auto.
 Qed.
-(* C2: strides that pass the shipped test are dense; row-major ones are; so what canonical_strides gives always is, and it
+(* C2: strides that pass the shipped test are dense; row-major ones are;
+  so what canonical_strides gives always is, and it
    is what it was given where that is dense. *)
-Theorem test_is_sound shape strides : has_zero shape = false -> is_dense shape strides = true -> dense (combine shape strides).
+Theorem test_is_sound shape strides : has_zero shape = false -> is_dense shape strides = true ->
+  dense (combine shape strides).
 Proof. unfold is_dense. intros -> S. apply test_dense; auto. Qed.
 Lemma row_major_length s : length (row_major s) = length s.
 Proof. induction s; simpl; auto. Qed.
@@ -140,22 +146,26 @@ Qed.
 Lemma volume_perm a b : Permutation a b -> volume a = volume b.
 Proof. intros P. apply (any_order _ _ P). Qed.
 Lemma has_zero_cons n s : has_zero (n :: s) = false -> 0 < n /\ has_zero s = false.
-Proof. unfold has_zero. simpl. intros H. apply orb_false_elim in H as [A B]. destruct n; [discriminate|]. split; [lia|auto]. Qed.
+Proof. unfold has_zero. simpl. intros H. apply orb_false_elim in H as [A B]. destruct n; [discriminate|].
+  split; [lia|auto]. Qed.
 Theorem row_major_dense shape : has_zero shape = false -> dense (combine shape (row_major shape)).
 Proof.
   intros Z. exists (rev (combine shape (row_major shape))). split; [apply Permutation_rev|].
   induction shape as [|n s IH]; simpl; auto. apply has_zero_cons in Z as [N Z].
   apply packed_snoc; auto. right. unfold snd. rewrite Nat.mul_1_l.
   rewrite (volume_perm _ (combine s (row_major s))) by (symmetry; apply Permutation_rev). clear IH N.
-  induction s as [|m s IH]; simpl; auto. apply has_zero_cons in Z as [M Z]. rewrite IH by auto. rewrite Nat.max_l by lia. auto.
+  induction s as [|m s IH]; simpl; auto. apply has_zero_cons in Z as [M Z]. rewrite IH by auto.
+    rewrite Nat.max_l by lia. auto.
 Qed.
-Lemma alike_ones shape : forall strides, length strides = length shape -> alike shape (ones shape strides) strides = true.
+Lemma alike_ones shape : forall strides, length strides = length shape ->
+  alike shape (ones shape strides) strides = true.
 Proof.
   induction shape as [|n s IH]; intros [|x r] L; simpl in *; try discriminate; auto.
   rewrite IH by lia. destruct (Nat.eqb n 1); simpl; rewrite ?Nat.eqb_refl; auto.
 Qed.
 Lemma alike_filter shape : forall a b, alike shape a b = true ->
-  filter (fun d => negb (Nat.eqb (fst d) 1)) (combine shape a) = filter (fun d => negb (Nat.eqb (fst d) 1)) (combine shape b).
+  filter (fun d => negb (Nat.eqb (fst d) 1)) (combine shape a) = filter (fun d => negb (Nat.eqb (fst d) 1)) (combine
+    shape b).
 Proof.
   induction shape as [|n s IH]; intros [|x a] [|y b] A; simpl in *; try discriminate; auto.
   apply andb_prop in A as [E A]. rewrite (IH _ _ A). destruct (Nat.eqb n 1); simpl in *; auto.
@@ -166,7 +176,8 @@ Proof. intros A. unfold is_dense, inner_first. rewrite (alike_filter _ _ _ A). a
 Theorem canonical_is_dense shape strides : length strides = length shape -> has_zero shape = false ->
   dense (combine shape (canonical shape strides)).
 Proof.
-  intros L Z. unfold canonical. rewrite Z. simpl. destruct (is_dense shape strides) eqn:D; simpl; [|apply row_major_dense; auto].
+  intros L Z. unfold canonical. rewrite Z. simpl.
+    destruct (is_dense shape strides) eqn:D; simpl; [|apply row_major_dense; auto].
   destruct (alike shape strides (row_major shape)); [apply row_major_dense; auto|].
   apply test_is_sound; auto. rewrite (alike_dense _ _ strides); auto. apply alike_ones; auto.
 Qed.

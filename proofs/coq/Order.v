@@ -49,21 +49,25 @@ Proof.
   assert (U : forall y, In y xs -> idx y < idx x) by (intros; rewrite Forall_forall in F; apply F, in_map; auto).
   assert (FL : forall b, In b (assign ls xs) -> items b <> [] -> first b < idx x /\ final b < idx x).
   { intros b I NE. assert (V : forall y, In y (items b) -> idx y < idx x).
-    { intros y Y. apply U. eapply Permutation_in; [apply P|]. unfold flat. apply in_concat. exists (items b). split; auto. apply in_map; auto. }
+    { intros y Y. apply U. eapply Permutation_in; [apply P|]. unfold flat. apply in_concat. exists (items b).
+      split; auto. apply in_map; auto. }
     split; [unfold first; destruct (items b); [contradiction|apply V; simpl; auto]|].
-    unfold final. destruct (exists_last NE) as [p [z E]]. rewrite E, map_app. simpl. rewrite last_last. apply V. rewrite E. apply in_or_app; simpl; auto. }
+    unfold final. destruct (exists_last NE) as [p [z E]]. rewrite E, map_app. simpl. rewrite last_last. apply V.
+      rewrite E. apply in_or_app; simpl; auto. }
   assert (NEo : forall b, In b (map snd (opened (run ls xs))) -> items b <> []).
   { intros b I. apply in_map_iff in I as [[k c] [E I]]. simpl in E. subst. destruct SO as [_ O _]. apply (O _ _ I). }
   assert (FC : Forall (fun y => y < idx x) (map final (closed (run ls xs)))).
   { apply Forall_forall. intros y Y. apply in_map_iff in Y as [b [E I]]. subst. apply FL; [apply in_or_app; auto|].
     destruct SO as [_ _ C]. rewrite Forall_forall in C. auto. }
   assert (FO : Forall (fun y => y < idx x) (map first (map snd (opened (run ls xs))))).
-  { apply Forall_forall. intros y Y. apply in_map_iff in Y as [b [E I]]. subst. apply FL; [apply in_or_app; auto|auto]. }
+  { apply Forall_forall. intros y Y. apply in_map_iff in Y as [b [E I]]. subst.
+    apply FL; [apply in_or_app; auto|auto]. }
   unfold feed. destruct (sparse x) eqn:Sx; [|destruct (is_full _) eqn:Fu]; simpl; split; auto.
   - rewrite map_app. apply sorted_snoc; auto.
   - rewrite map_app. simpl. rewrite final_joined. apply sorted_snoc; auto.
   - apply del_firsts; auto.
-  - unfold filling. rewrite put_firsts by auto. destruct (get (key x) (opened (run ls xs))); [rewrite app_nil_r; auto|apply sorted_snoc; auto].
+  - unfold filling. rewrite put_firsts by auto.
+    destruct (get (key x) (opened (run ls xs))); [rewrite app_nil_r; auto|apply sorted_snoc; auto].
 Qed.
 (* A8: where the index is the position in the input: first the buckets that reached their limit, and sparse ones, in the
    order of their last items; then those that did not, at most one a key, in the order of their first. *)
@@ -76,7 +80,8 @@ Proof.
   exists (closed (run ls xs)), (map snd (opened (run ls xs))).
   split; [auto|]. split; [|split; [auto|split; [|split; [auto|]]]].
   - clear. unfold run. induction xs as [|x xs IH] using rev_ind; [constructor|]. rewrite fold_left_app. simpl.
-    unfold feed at 1. destruct (sparse x); [|destruct (is_full _) eqn:F]; simpl; auto; apply Forall_app; split; auto; constructor; auto.
+    unfold feed at 1. destruct (sparse x); [|destruct (is_full _) eqn:F]; simpl; auto; apply Forall_app; split; auto;
+      constructor; auto.
     + unfold reaches. simpl. lia.
     + apply N.leb_le. auto.
   - destruct SO as [_ P _]. apply Forall_forall. intros b I. apply in_map_iff in I as [[k c] [E I]]. simpl in E. subst.
@@ -93,28 +98,36 @@ Definition renamed_state (f : nat -> nat) (s : state) : state :=
   State (map (renamed_bucket f) (closed s)) (map (fun kb => (fst kb, renamed_bucket f (snd kb))) (opened s)) (stage s).
 Lemma total_renamed f l : total (map (renamed f) l) = total l.
 Proof. induction l; simpl; auto. rewrite IHl. auto. Qed.
-Lemma get_renamed f k o : get k (map (fun kb => (fst kb, renamed_bucket f (snd kb))) o) = option_map (renamed_bucket f) (get k o).
+Lemma get_renamed f k o :
+  get k (map (fun kb => (fst kb, renamed_bucket f (snd kb))) o) = option_map (renamed_bucket f) (get k o).
 Proof. induction o as [|[i c] o IH]; simpl; auto. destruct (Nat.eqb k i); auto. Qed.
 Lemma put_renamed f k b o : put k (renamed_bucket f b) (map (fun kb => (fst kb, renamed_bucket f (snd kb))) o)
                           = map (fun kb => (fst kb, renamed_bucket f (snd kb))) (put k b o).
 Proof. induction o as [|[i c] o IH]; simpl; auto. destruct (Nat.eqb k i); simpl; auto. rewrite IH; auto. Qed.
-Lemma del_renamed f k o : del k (map (fun kb => (fst kb, renamed_bucket f (snd kb))) o) = map (fun kb => (fst kb, renamed_bucket f (snd kb))) (del k o).
+Lemma del_renamed f k o :
+  del k (map (fun kb => (fst kb, renamed_bucket f (snd kb))) o) = map (fun kb => (fst kb,
+  renamed_bucket f (snd kb))) (del k o).
 Proof. induction o as [|[i c] o IH]; simpl; auto. destruct (Nat.eqb k i); simpl; auto. rewrite IH; auto. Qed.
 Lemma feed_renamed f ls s x : feed ls (renamed_state f s) (renamed f x) = renamed_state f (feed ls s x).
 Proof.
   unfold feed. change (sparse (renamed f x)) with (sparse x). change (key (renamed f x)) with (key x).
   destruct (sparse x); [unfold renamed_state; simpl; rewrite map_app; auto|].
-  assert (J : joined (filling ls (renamed_state f s) (key x)) (renamed f x) = renamed_bucket f (joined (filling ls s (key x)) x)).
-  { unfold filling. simpl. rewrite get_renamed. destruct (get (key x) (opened s)); simpl; unfold joined, renamed_bucket; simpl; rewrite ?map_app; auto. }
+  assert (J : joined (filling ls (renamed_state f s) (key x)) (renamed f x) = renamed_bucket f (joined (filling ls s
+    (key x)) x)).
+  { unfold filling. simpl. rewrite get_renamed.
+    destruct (get (key x) (opened s)); simpl; unfold joined, renamed_bucket; simpl; rewrite ?map_app; auto. }
   assert (F : is_full (renamed_bucket f (joined (filling ls s (key x)) x)) = is_full (joined (filling ls s (key x)) x)).
   { generalize (joined (filling ls s (key x)) x). intros b. unfold is_full. simpl. rewrite total_renamed. auto. }
-  cbv zeta. rewrite J, F. destruct (is_full (joined (filling ls s (key x)) x)); unfold renamed_state; cbn [closed opened stage].
+  cbv zeta. rewrite J, F.
+    destruct (is_full (joined (filling ls s (key x)) x)); unfold renamed_state; cbn [closed opened stage].
   - rewrite del_renamed, map_app. auto.
   - rewrite put_renamed. auto.
 Qed.
 Theorem blind_to_indices f ls xs : assign ls (map (renamed f) xs) = map (renamed_bucket f) (assign ls xs).
 Proof.
-  unfold assign, run. assert (G : forall s, fold_left (feed ls) (map (renamed f) xs) (renamed_state f s) = renamed_state f (fold_left (feed ls) xs s)).
+  unfold assign, run. assert (G :
+    forall s, fold_left (feed ls) (map (renamed f) xs) (renamed_state f s) = renamed_state f (fold_left (feed ls) xs
+    s)).
   { induction xs as [|x r IH]; simpl; intros s; auto. rewrite feed_renamed. apply IH. }
   change start with (renamed_state f start) at 1. rewrite G. unfold results, renamed_state. simpl.
   rewrite map_app, !map_map. auto.
@@ -142,15 +155,19 @@ Proof.
   - induction (assign ls xs); simpl; auto. rewrite insert_perm, IHl; auto.
   - induction (assign ls xs); simpl; [constructor|]. apply insert_sorted; auto.
   - intros b x I X. assert (SS : forall p, StronglySorted lt (map idx (filter p xs))).
-    { intros p. clear -S. induction xs as [|y r IH]; simpl; [constructor|]. inversion S; subst. destruct (p y); simpl; auto.
-      constructor; auto. rewrite Forall_forall in *. intros z Z. apply H2. apply in_map_iff in Z as [w [E W]]. apply filter_In in W. apply in_map_iff. exists w; intuition. }
+    { intros p. clear -S. induction xs as [|y r IH]; simpl; [constructor|]. inversion S; subst.
+      destruct (p y); simpl; auto.
+      constructor; auto. rewrite Forall_forall in *. intros z Z. apply H2. apply in_map_iff in Z as [w [E W]].
+        apply filter_In in W. apply in_map_iff. exists w; intuition. }
     destruct (no_other_bucket ls xs b I) as [B|[k B]].
-    + rewrite sparse_alone in B. apply in_map_iff in B as [y [E _]]. subst. simpl in X. destruct X as [X|[]]. subst. auto.
+    + rewrite sparse_alone in B. apply in_map_iff in B as [y [E _]]. subst. simpl in X. destruct X as [X|[]]. subst.
+      auto.
     + assert (T : StronglySorted lt (map idx (flat (of_key k (assign ls xs))))) by (rewrite order_kept; apply SS).
       clear -B X T. unfold flat in T. induction (of_key k (assign ls xs)) as [|c l IH]; simpl in *; [tauto|].
       rewrite map_app in T. destruct B as [B|B].
       * subst. unfold first. destruct (items b) as [|y r]; simpl in *; [tauto|]. inversion T; subst.
-        destruct X as [X|X]; [subst; auto|]. rewrite Forall_forall in H2. apply Nat.lt_le_incl, H2, in_or_app. left. apply in_map; auto.
+        destruct X as [X|X]; [subst; auto|]. rewrite Forall_forall in H2. apply Nat.lt_le_incl, H2, in_or_app. left.
+          apply in_map; auto.
       * apply IH; auto. clear -T. induction (map idx (items c)); simpl in T; auto. inversion T; auto.
 Qed.
 
@@ -168,7 +185,8 @@ Proof.
   simpl. assert (F : forall P xs, Forall P xs -> Forall P (flat (assign ls xs))).
   { intros P xs. apply Permutation_Forall. symmetry. apply partition. }
   split; [rewrite flat_app, !partition|split; apply F].
-  - induction (filter agreed order) as [|x r IH]; simpl; auto. destruct (held x); simpl; [rewrite <- Permutation_middle|]; auto.
+  - induction (filter agreed order) as [|x r IH]; simpl; auto.
+    destruct (held x); simpl; [rewrite <- Permutation_middle|]; auto.
   - apply Forall_forall. intros x I. apply filter_In in I as [_ I]. destruct (held x); auto; discriminate.
   - apply Forall_forall. intros x I. apply filter_In in I as [_ I]. auto.
 Qed.

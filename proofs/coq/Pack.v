@@ -15,7 +15,8 @@ Definition place (ts : list dims) (e : element) : nat := begins_at ts (fst e) + 
 
 Lemma fits_dense t i : laid t -> fits i t -> dense t.
 Proof.
-  intros [D|Z] F; auto. exfalso. revert i F Z. induction t as [|[n s] t IH]; intros [|x i]; simpl; try tauto; [discriminate|].
+  intros [D|Z] F; auto. exfalso. revert i F Z.
+    induction t as [|[n s] t IH]; intros [|x i]; simpl; try tauto; [discriminate|].
   intros [L F] Z. apply Nat.eq_mul_0 in Z as [Z|Z]; [lia|eapply IH; eauto].
 Qed.
 Lemma laid_nth ts p : Forall laid ts -> p < length ts -> laid (nth p ts []).
@@ -24,7 +25,8 @@ Proof. intros F L. rewrite Forall_forall in F. apply F, nth_In; auto. Qed.
 (* C3: segments tile the flat tensor. Each element has a place in it, no two share one, and no place is without one. *)
 Theorem place_in_range ts e : Forall laid ts -> is_element ts e -> place ts e < numel ts.
 Proof.
-  destruct e as [p i]. unfold place, is_element. simpl. revert p. induction ts as [|t ts IH]; intros p F [L H]; simpl in *; [lia|].
+  destruct e as [p i]. unfold place, is_element. simpl. revert p.
+    induction ts as [|t ts IH]; intros p F [L H]; simpl in *; [lia|].
   inversion F; subst. destruct p as [|p].
   - pose proof (in_range t i (fits_dense _ _ H2 H) H). lia.
   - assert (B : p < length ts) by lia. specialize (IH p H3 (conj B H)). lia.
@@ -56,14 +58,17 @@ Lemma indices_all t : forall i, In i (indices t) <-> fits i t.
 Proof.
   induction t as [|[n s] t IH]; intros i; simpl; [destruct i; simpl; intuition discriminate|].
   rewrite in_flat_map. split.
-  - intros [x [X I]]. apply in_map_iff in I as [r [E R]]. subst. apply in_seq in X. apply IH in R. simpl. split; [lia|auto].
+  - intros [x [X I]]. apply in_map_iff in I as [r [E R]]. subst. apply in_seq in X. apply IH in R. simpl.
+    split; [lia|auto].
   - destruct i as [|x i]; simpl; [tauto|]. intros [L F]. exists x. split; [apply in_seq; lia|]. apply in_map, IH; auto.
 Qed.
-Definition elements (ts : list dims) : list element := flat_map (fun p => map (pair p) (indices (nth p ts []))) (seq 0 (length ts)).
+Definition elements (ts : list dims) :
+  list element := flat_map (fun p => map (pair p) (indices (nth p ts []))) (seq 0 (length ts)).
 Lemma elements_all ts e : In e (elements ts) <-> is_element ts e.
 Proof.
   unfold elements, is_element. rewrite in_flat_map. destruct e as [p i]. simpl. split.
-  - intros [q [Q I]]. apply in_map_iff in I as [j [E J]]. inversion E; subst. apply in_seq in Q. apply indices_all in J. split; [lia|auto].
+  - intros [q [Q I]]. apply in_map_iff in I as [j [E J]]. inversion E; subst. apply in_seq in Q.
+    apply indices_all in J. split; [lia|auto].
   - intros [L F]. exists p. split; [apply in_seq; lia|]. apply in_map, indices_all; auto.
 Qed.
 
@@ -76,7 +81,8 @@ Definition pack (ts : list dims) (value : element -> V) (m : memory) : memory :=
 Definition unpack (ts : list dims) (m : memory) (e : element) : V := m (place ts e).
 
 Lemma written ts value l : Forall laid ts -> (forall e, In e l -> is_element ts e) -> forall m e, is_element ts e ->
-  (In e l \/ unpack ts m e = value e) -> unpack ts (fold_left (fun m e => write m (place ts e) (value e)) l m) e = value e.
+  (In e l \/ unpack ts m e = value e) ->
+    unpack ts (fold_left (fun m e => write m (place ts e) (value e)) l m) e = value e.
 Proof.
   intros F. induction l as [|f l IH]; simpl; intros A m e E H; [tauto|]. apply IH; auto.
   destruct H as [[H|H]|H]; [subst|auto|]; right; unfold unpack, write in *.
@@ -94,8 +100,10 @@ Proof.
   unfold unpack in *. congruence.
 Qed.
 (* C5: so an all-reduce of flat tensors combines element (i, j) with element (i, j), whatever strides each rank has its
-   own gradients in: [own] is a rank's memory, one for each gradient, and [strides] how each lies there, dense or not. *)
-Definition mine (own : nat -> memory) (strides : list dims) (e : element) : V := own (fst e) (offset (snd e) (nth (fst e) strides [])).
+   own gradients in: [own] is a rank's memory, one for each gradient, and [strides] how each lies there,
+     dense or not. *)
+Definition mine (own : nat ->
+  memory) (strides : list dims) (e : element) : V := own (fst e) (offset (snd e) (nth (fst e) strides [])).
 Variable add : V -> V -> V. Variable zero : V.
 Definition reduced (of_rank : list memory) (o : nat) : V := fold_right (fun m s => add (m o) s) zero of_rank.
 Theorem same_element ts (ranks : list ((nat -> memory) * list dims * memory)) e : Forall laid ts -> is_element ts e ->
