@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import multiprocessing
-import multiprocessing.process
 import os
 import shutil
 import sys
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from .claims import BOUNDED, Claim, Evidence, Refuted, ToolMissing
+from .processes import context
 
 ROOT: Final = Path(__file__).parent.parent
 PACKAGES: Final = ("knownddp", "proofs")
@@ -74,8 +73,8 @@ def fate(seed: Seed) -> dict[str, str]:
         for package in PACKAGES:
             shutil.copytree(ROOT / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__"))
         Path(folder, seed.file).write_text(text)
-        ours, theirs = _context().Pipe(duplex=False)
-        process = _context().Process(target=_run, args=(folder, seed.catches, theirs))
+        ours, theirs = context().Pipe(duplex=False)
+        process = context().Process(target=_run, args=(folder, seed.catches, theirs))
         process.start()
         theirs.close()
         try:
@@ -90,13 +89,6 @@ def fate(seed: Seed) -> dict[str, str]:
                 process.join(5)
             process.kill()
             process.join()
-
-
-def _context() -> multiprocessing.context.ForkServerContext:
-    """Processes that have torch already, which takes seconds to import, and nothing of what seeds change."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "hypothesis"])
-    return context
 
 
 def _run(folder: str, names: tuple[str, ...], answers: Connection) -> None:
