@@ -71,7 +71,7 @@ def _compile(folder: Path, name: str) -> str:
 
 
 @functools.cache
-def _builds() -> Path:
+def builds() -> Path:
     """Where compiled sources are kept for as long as the first process that asked runs."""
     inherited = os.environ.get(KEEPS_BUILDS)
     if inherited is None:
@@ -101,10 +101,10 @@ def built(name: str) -> Path:
         if word:
             raise Refuted(f"{one}.v assumes something: {word[0]}")
     key = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
-    folder = _builds() / key
+    folder = builds() / key
     if not folder.exists():
         find()
-        with tempfile.TemporaryDirectory(dir=_builds()) as scratch:
+        with tempfile.TemporaryDirectory(dir=builds()) as scratch:
             for one in names:
                 Path(scratch, f"{one}.v").write_text(texts[one])
                 _compile(Path(scratch), one)
@@ -132,7 +132,7 @@ def without_comments(text: str) -> str:
 def ask(name: str, commands: str) -> str:
     """What Coq answers to ``commands`` after that source. Raises ``Refuted`` if it cannot accept them."""
     folder = built(name)
-    with tempfile.TemporaryDirectory(dir=_builds()) as scratch:
+    with tempfile.TemporaryDirectory(dir=builds()) as scratch:
         for compiled in folder.glob("*.vo"):
             os.symlink(compiled, Path(scratch, compiled.name))
         Path(scratch, "Asked.v").write_text(f"Require Import {' '.join(needed(name))}.\n{commands}\n")

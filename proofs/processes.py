@@ -11,12 +11,22 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, Final
 
 LIMIT_S: Final = 120
+# What takes long to import.
+PRELOADED: Final = (
+    "torch.distributed.algorithms._optimizer_overlap",
+    "torch.distributed.algorithms.join",
+    "torch.distributed.optim.apply_optimizer_in_backward",
+    "torch.nn.parallel.distributed",
+    "torch.nn.utils.rnn",
+    "numpy",
+    "hypothesis",
+)
 
 
 def context() -> ForkServerContext:
     """Where processes come from."""
     forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(["torch", "torch.distributed", "numpy", "hypothesis"])
+    forkserver.set_forkserver_preload(list(PRELOADED))
     return forkserver
 
 

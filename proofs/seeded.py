@@ -21,12 +21,18 @@ from pathlib import Path
 from typing import Final
 
 from .claims import BOUNDED, Claim, Evidence, Refuted, ToolMissing
+from .coqtool import KEEPS_BUILDS, builds
 from .processes import context
 
 ROOT: Final = Path(__file__).parent.parent
 PACKAGES: Final = ("knownddp", "proofs")
 # Each has SEEDS.
-MODULES: Final = ("proofs.assigner.seeds", "proofs.protocol.seeds", "proofs.layout.seeds")
+MODULES: Final = (
+    "proofs.assigner.seeds",
+    "proofs.protocol.theory_seeds",
+    "proofs.protocol.seeds",
+    "proofs.layout.seeds",
+)
 
 IN_QUICK_RUNS: Final = 6
 LIMIT_S: Final = 120
@@ -74,7 +80,7 @@ def fate(seed: Seed) -> dict[str, str]:
             shutil.copytree(ROOT / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__"))
         Path(folder, seed.file).write_text(text)
         ours, theirs = context().Pipe(duplex=False)
-        process = context().Process(target=_run, args=(folder, seed.catches, theirs))
+        process = context().Process(target=_run, args=(folder, str(builds()), seed.catches, theirs))
         process.start()
         theirs.close()
         try:
@@ -91,13 +97,14 @@ def fate(seed: Seed) -> dict[str, str]:
             process.join()
 
 
-def _run(folder: str, names: tuple[str, ...], answers: Connection) -> None:
+def _run(folder: str, compiled: str, names: tuple[str, ...], answers: Connection) -> None:
     """In a process of its own: forget what is imported, take the copy in ``folder`` instead, check the claims."""
     for module in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[module]
     sys.path.insert(0, folder)
     os.chdir(folder)
     os.environ["PYTHONPATH"] = folder  # for processes that claims start
+    os.environ[KEEPS_BUILDS] = compiled
     importlib.invalidate_caches()
     answers.send({name: _fate_here(name) for name in names})
 
