@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 
+from . import coqtool
 from .claims import check, load
 
 
@@ -19,6 +20,8 @@ def main() -> int:
     options = parser.parse_args()
     counts = {"held": 0, "failed": 0, "skipped": 0}
     begun = time.perf_counter()
+    if not options.claims:
+        coqtool.prepare()
     for claim in load(options.claims):
         started = time.perf_counter()
         try:

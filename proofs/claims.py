@@ -17,6 +17,7 @@ MODULES: Final = (
     "proofs.protocol.claims",
     "proofs.layout.claims",
     "proofs.pins.claims",
+    "proofs.gates",
     "proofs.seeded",
 )
 

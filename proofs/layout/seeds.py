@@ -15,7 +15,7 @@ MEMORY_ORDER: Final = "sources.append(dense(one).as_strided(view.shape, view.str
 
 SEEDS: Final = (
     Seed("strides with gaps pass for dense", FLAT, "if strides[d] != step:", "if strides[d] < step:", ("C2", "C6")),
-    Seed("overlapping strides pass for dense", FLAT, "if strides[d] != step:", "if strides[d] > step:", ("C6")),
+    Seed("overlapping strides pass for dense", FLAT, "if strides[d] != step:", "if strides[d] > step:", ("C6",)),
     Seed(
         "row-major is column-major",
         FLAT,
