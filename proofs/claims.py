@@ -87,12 +87,14 @@ def is_strict() -> bool:
 def load(names: Iterable[str] = ()) -> list[Claim]:
     """The claims of those names, or all, in the order of ``MODULES``."""
     claims: list[Claim] = []
+    wanted = set(names)
     for module in MODULES:
         if importlib.util.find_spec(module.rpartition(".")[0]) and importlib.util.find_spec(module):
             claims += importlib.import_module(module).CLAIMS
-    known = [claim.name for claim in claims]
+        known = [claim.name for claim in claims]
+        if wanted and wanted <= set(known):
+            break
     assert len(set(known)) == len(known), f"a name is used twice: {known}"
-    wanted = set(names)
     unknown = sorted(wanted - set(known))
     if unknown:
         raise SystemExit(f"no such claim: {', '.join(unknown)}; there are {', '.join(known)}")

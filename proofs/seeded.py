@@ -35,7 +35,7 @@ MODULES: Final = (
 )
 
 IN_QUICK_RUNS: Final = 4
-LIMIT_S: Final = 120
+LIMIT_S: Final = 300
 WORKERS: Final = 2
 
 
@@ -147,5 +147,5 @@ def every_seed_is_caught(quick: bool) -> Evidence:
 
 
 CLAIMS: Final = (
-    Claim("S", "each planted fault is caught by every claim that should", BOUNDED, every_seed_is_caught, (4, 120)),
+    Claim("S", "each planted fault is caught by every claim that should", BOUNDED, every_seed_is_caught, (4, 110)),
 )

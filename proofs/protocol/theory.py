@@ -217,7 +217,7 @@ CLAIMS: Final = (
         "what was launched is a prefix of the plan, whatever the order of gradients",
         "Launch",
         ("launched_is_due", "order_is_irrelevant", "every_bucket_in_order"),
-        (100, 2000),
+        (100, 1500),
         (LAUNCH, LAUNCH_ROW, launch_rows),
     ),
     _claim(
