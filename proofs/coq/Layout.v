@@ -1,5 +1,5 @@
 (* Where elements lie in a flat bucket (knownddp/flat.py): strides of a dense tensor, and tensors laid end to end. *)
-Require Import List Arith Lia Permutation Bool.
+Require Import List Arith Lia Permutation Sorted Bool.
 Import ListNotations.
 
 (* A tensor's dimensions are pairs of size and stride; an index has one number a dimension. *)
@@ -87,6 +87,12 @@ Proof.
   destruct (packed_onto u 1 o D L) as [i [F E]]. exists (g i). destruct (B _ F) as [F' ->]. split; auto. lia.
 Qed.
 
+Lemma packed_snoc t d : forall w, packed w t -> (fst d = 1 \/ snd d = w * volume t) -> packed w (t ++ [d]).
+Proof.
+  induction t as [|[n s] t IH]; destruct d as [m r]; simpl; intros w P H; [split; auto; destruct H; [auto|right; lia]|].
+  destruct P. split; auto. apply IH; simpl; auto. destruct H; auto. right. rewrite H. lia.
+Qed.
+
 (* -- is_dense and canonical_strides, as shipped *)
 
 Fixpoint row_major (shape : list nat) : list nat :=
@@ -138,11 +144,6 @@ Theorem test_is_sound shape strides : has_zero shape = false -> is_dense shape s
 Proof. unfold is_dense. intros -> S. apply test_dense; auto. Qed.
 Lemma row_major_length s : length (row_major s) = length s.
 Proof. induction s; simpl; auto. Qed.
-Lemma packed_snoc t d : forall w, packed w t -> (fst d = 1 \/ snd d = w * volume t) -> packed w (t ++ [d]).
-Proof.
-  induction t as [|[n s] t IH]; destruct d as [m r]; simpl; intros w P H; [split; auto; destruct H; [auto|right; lia]|].
-  destruct P. split; auto. apply IH; simpl; auto. destruct H; auto. right. rewrite H. lia.
-Qed.
 Lemma volume_perm a b : Permutation a b -> volume a = volume b.
 Proof. intros P. apply (any_order _ _ P). Qed.
 Lemma has_zero_cons n s : has_zero (n :: s) = false -> 0 < n /\ has_zero s = false.
@@ -188,4 +189,117 @@ Theorem canonical_keeps_dense shape strides : length strides = length shape -> h
 Proof.
   intros L Z D. unfold canonical. rewrite Z, D. simpl.
   destruct (alike shape strides (row_major shape)) eqn:A; [rewrite alike_sym; auto|apply alike_ones; auto].
+Qed.
+
+(* -- the shipped test asks for no more than is needed *)
+
+Definition differ (t : dims) : Prop := forall i j, fits i t -> fits j t -> offset i t = offset j t -> i = j.
+Definition fill (t : dims) : Prop := forall o, o < volume t -> exists i, fits i t /\ offset i t = o.
+Definition zeros (t : dims) : list nat := map (fun _ => 0) t.
+Lemma fits_zeros t : Forall (fun d => 0 < fst d) t -> fits (zeros t) t.
+Proof. induction 1 as [|[n s] t]; simpl; auto. Qed.
+Lemma offset_zeros t : offset (zeros t) t = 0.
+Proof. induction t as [|[n s] t]; simpl; auto. Qed.
+Lemma fits_join a : forall i b j, fits i a -> fits j b ->
+  fits (i ++ j) (a ++ b) /\ offset (i ++ j) (a ++ b) = offset i a + offset j b.
+Proof.
+  induction a as [|[n s] a IH]; intros [|x i] b j F G; simpl in *; try tauto. destruct F as [L F].
+  destruct (IH i b j F G). split; [auto|lia].
+Qed.
+Lemma fits_split a : forall b i, fits i (a ++ b) -> exists x y, i = x ++ y /\ fits x a /\ fits y b.
+Proof.
+  induction a as [|[n s] a IH]; intros b i F; simpl in *; [exists [], i; simpl; auto|].
+  destruct i as [|x i]; simpl in F; [tauto|]. destruct F as [L F]. destruct (IH b i F) as [u [v [E [U W]]]]. subst.
+  exists (x :: u), v. simpl. auto.
+Qed.
+Lemma zero_or_far s t : Forall (fun d => fst d = 1 \/ s <= snd d) t -> forall i, fits i t ->
+  i = zeros t \/ s <= offset i t.
+Proof.
+  induction 1 as [|[n w] t H _ IH]; intros [|x i] F; simpl in *; auto; try contradiction. destruct F as [L F].
+  destruct x as [|x]; [|right; destruct H; nia]. destruct (IH i F) as [->|G]; [left; auto|right; lia].
+Qed.
+Lemma volume_join a b : volume (a ++ b) = volume a * volume b.
+Proof. induction a as [|[n s] a IH]; simpl; [lia|]. rewrite IH. lia. Qed.
+Lemma volume_pos t : Forall (fun d => 0 < fst d) t -> 0 < volume t.
+Proof. induction 1 as [|[n s] t]; simpl in *; [lia|nia]. Qed.
+Lemma packed_dense t : packed 1 t -> dense t.
+Proof. intros P. exists t. auto. Qed.
+Definition nearer (d e : nat * nat) : Prop := snd d <= snd e.
+Lemma steps_needed ones : Forall (fun d => fst d = 1) ones -> forall r p, packed 1 p -> Forall (fun d => 0 < fst d) p ->
+  StronglySorted nearer r -> Forall (fun d => 2 <= fst d) r -> differ (p ++ r ++ ones) -> fill (p ++ r ++ ones) ->
+  steps (volume p) r = true.
+Proof.
+  intros O. induction r as [|[n s] r IH]; intros p P Pp S T D F; simpl; auto.
+  pose proof (Forall_inv T) as N2. pose proof (Forall_inv_tail T) as T'. cbn in N2.
+  apply StronglySorted_inv in S as [S FN]. change (((n, s) :: r) ++ ones) with ((n, s) :: (r ++ ones)) in *.
+  assert (Z : Forall (fun d => 0 < fst d) (r ++ ones)).
+  { apply Forall_app; split; [eapply Forall_impl; [|apply T']|eapply Forall_impl; [|apply O]]; simpl; intros; lia. }
+  assert (Q : Forall (fun d => 0 < fst d) ((n, s) :: r ++ ones)) by (constructor; [simpl; lia|auto]).
+  assert (E : s = volume p).
+  { destruct (lt_eq_lt_dec s (volume p)) as [[L|L]|L]; auto; exfalso.
+    - destruct (no_gap p s (packed_dense p P) L) as [i [Fi Oi]].
+      destruct (fits_join p i ((n, s) :: r ++ ones) (zeros ((n, s) :: r ++ ones)) Fi (fits_zeros _ Q)) as [A B].
+      assert (G : fits (1 :: zeros (r ++ ones)) ((n, s) :: r ++ ones)) by (simpl; split; [lia|apply fits_zeros; auto]).
+      destruct (fits_join p (zeros p) _ _ (fits_zeros p Pp) G) as [A' B'].
+      assert (X : i ++ zeros ((n, s) :: r ++ ones) = zeros p ++ 1 :: zeros (r ++ ones)).
+      { apply D; auto. rewrite offset_zeros in B. cbn [offset] in B'. rewrite !offset_zeros in B'.
+        transitivity s; [transitivity (offset i p + 0); [exact B|lia]|symmetry; transitivity (0 + (1 * s + 0));
+          [exact B'|lia]]. }
+      assert (LN : length i = length (zeros p)).
+      { clear -Fi. unfold zeros. rewrite map_length. revert i Fi.
+        induction p as [|[m w] p IHp]; intros [|x i] Fi; simpl in *; try tauto.
+        f_equal. apply IHp. tauto. }
+      apply (f_equal (skipn (length i))) in X. rewrite !skipn_app, LN, !skipn_all, Nat.sub_diag in X.
+      rewrite <- LN, skipn_all in X. simpl in X. discriminate.
+    - pose proof (volume_pos _ Z). pose proof (volume_pos _ Pp).
+      destruct (F (volume p)) as [i [Fi Oi]]; [|].
+      { rewrite volume_join. change (volume ((n, s) :: r ++ ones)) with (n * volume (r ++ ones)).
+        assert (2 <= n * volume (r ++ ones)) by nia. nia. }
+      destruct (fits_split p _ i Fi) as [x [y [E [Fx Fy]]]]. subst i. destruct (fits_join p x _ y Fx Fy) as [_ B].
+      pose proof (in_range p x (packed_dense p P) Fx).
+      destruct (zero_or_far s ((n, s) :: r ++ ones)) with (i := y) as [E|E]; auto.
+      + constructor; [right; simpl; auto|]. apply Forall_app; split.
+        * eapply Forall_impl; [|apply FN]. unfold nearer. simpl. auto.
+        * eapply Forall_impl; [|apply O]. simpl. auto.
+      + subst y. rewrite offset_zeros in B. simpl app in *. lia.
+      + simpl app in *. lia. }
+  subst s. rewrite Nat.eqb_refl. simpl.
+    replace (volume p * n) with (volume (p ++ [(n, volume p)])) by (rewrite volume_join; simpl; lia).
+  apply IH; auto.
+  - apply packed_snoc; auto. right. simpl. lia.
+  - apply Forall_app; split; auto. constructor; [simpl; lia|auto].
+  - rewrite <- app_assoc. auto.
+  - rewrite <- app_assoc. auto.
+Qed.
+Lemma insert_nearer d t : StronglySorted nearer t -> StronglySorted nearer (insert d t).
+Proof.
+  induction t as [|e t IH]; simpl; intros S; [repeat constructor|]. inversion S; subst.
+  destruct (Nat.leb_spec (snd d) (snd e)).
+  - constructor; auto. constructor; [auto|]. eapply Forall_impl; [|apply H2]. unfold nearer. intros; lia.
+  - constructor; auto. apply Forall_forall. intros f I. eapply Permutation_in in I; [|apply insert_perm].
+    destruct I as [I|I]; [subst; unfold nearer; lia|]. rewrite Forall_forall in H2. auto.
+Qed.
+(* C2: strides under which all elements have places of their own, without gaps, pass the shipped test. *)
+Theorem test_is_complete shape strides : has_zero shape = false -> differ (combine shape strides) ->
+  fill (combine shape strides) ->
+  is_dense shape strides = true.
+Proof.
+  intros Z D F. unfold is_dense. rewrite Z. simpl. set (t := combine shape strides) in *.
+  assert (TP : Forall (fun d => 0 < fst d) t).
+  { unfold t. clear -Z. revert strides. induction shape as [|n s IH]; intros [|x r]; simpl; auto.
+    apply has_zero_cons in Z as [N Z]. constructor; auto. }
+  set (ones := filter (fun d => Nat.eqb (fst d) 1) t).
+  assert (P : Permutation t (inner_first t ++ ones)) by (unfold inner_first; rewrite sort_perm; apply split_perm).
+  destruct (any_order _ _ P) as [V [f [g [A [B [I J]]]]]].
+  apply (steps_needed ones) with (p := []); simpl; auto.
+  - apply Forall_forall. intros d X. apply filter_In in X as [_ X]. apply Nat.eqb_eq; auto.
+  - unfold inner_first. generalize (filter (fun d : nat * nat => negb (Nat.eqb (fst d) 1)) t). clear. intros l.
+    induction l; simpl; [constructor|]. apply insert_nearer; auto.
+  - apply Forall_forall. intros d X. unfold inner_first in X. eapply Permutation_in in X; [|apply sort_perm].
+    apply filter_In in X as [X Y]. rewrite Forall_forall in TP. specialize (TP d X).
+      destruct (Nat.eqb_spec (fst d) 1); [discriminate|lia].
+  - intros i j X Y E. destruct (B _ X) as [X' EX], (B _ Y) as [Y' EY]. rewrite <- (J _ X), <- (J _ Y). f_equal.
+    apply D; auto. congruence.
+  - intros o L. rewrite <- V in L. destruct (F o L) as [i [X E]]. destruct (A _ X) as [X' EX]. exists (f i).
+    split; auto. congruence.
 Qed.

@@ -111,6 +111,13 @@ SEEDS: Final = (
         "Coq: the shipped test asks for nothing", LAYOUT_V, "Nat.eqb s w && steps (w * n) r", "steps (w * n) r", ("C2",)
     ),
     Seed(
+        "Coq: dense strides may have a gap",
+        LAYOUT_V,
+        "Definition fill (t : dims) : Prop := forall o, o < volume t ->",
+        "Definition fill (t : dims) : Prop := forall o, S o < volume t ->",
+        ("C2",),
+    ),
+    Seed(
         "Coq: canonical strides are those given",
         LAYOUT_V,
         "has_zero shape || negb (is_dense shape strides) ||",
