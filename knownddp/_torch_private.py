@@ -41,12 +41,9 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def will_execute(node: Node) -> bool:
-    """Whether the running backward is going to execute ``node``.
-
-    Raises RuntimeError outside of a backward, and for a leaf that ``torch.autograd.grad`` was asked for.
-    """
-    return torch._C._will_engine_execute_node(node)
+# Whether the running backward is going to execute a node. Raises RuntimeError outside of a backward, and for a leaf
+# that ``torch.autograd.grad`` was asked for.
+will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
 
 def in_compiled_backward() -> bool:

@@ -93,10 +93,8 @@ class GradientNodes:
         Nodes inside a reentrant checkpoint belong to a task of their own, which the outer one does not know: those in
         ``unforeseen`` count as foreseen.
         """
-        present = [i for i, node in enumerate(self._nodes) if node is not None]
-        foreseen = bytearray(len(self._nodes))
-        for i, will in zip(present, map(private.will_execute, map(self._nodes.__getitem__, present)), strict=True):
-            foreseen[i] = will
+        will_execute = private.will_execute
+        foreseen = bytearray([node is not None and will_execute(node) for node in self._nodes])
         for i in unforeseen:
             foreseen[i] = 1
         return bytes(foreseen)

@@ -7,6 +7,7 @@ the clock is printed, and only what does not depend on it sets the exit status.
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import sys
@@ -62,9 +63,9 @@ def main() -> int:
             # Half the layers dropped: six parameters in a row go together.
             agreed = bytes(b for b in (draw.random() < 0.5 for _ in range(num_params // 6 + 1)) for _ in range(6))
             agreed = agreed[:num_params]
-            loops.append(seconds(lambda agreed=agreed, sizes=sizes: plain_loop(agreed, sizes)))
-            plans.append(seconds(lambda agreed=agreed, planner=planner: planner.plan(agreed)))
-            lookups.append(seconds(lambda agreed=agreed, planner=planner: planner.plan(agreed)))
+            loops.append(seconds(functools.partial(plain_loop, agreed, sizes)))
+            plans.append(seconds(functools.partial(planner.plan, agreed)))
+            lookups.append(seconds(functools.partial(planner.plan, agreed)))
             ratios.append(plans[-1] / loops[-1])
         row = [statistics.median(one) * 1e6 for one in (loops, plans, lookups)]
         ratio = statistics.median(ratios)

@@ -61,7 +61,7 @@ def seconds(step: Callable[[], None]) -> float:
 def measure(rank: int, folder: str, size: Size) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD_SIZE), rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     own_group = dist.new_group([rank], use_local_synchronization=True)
     plain = network(size)
     replicas = KnownDDP(copy.deepcopy(plain), device_ids=["cpu", "cpu"], process_group=own_group)

@@ -57,9 +57,9 @@ class Stopwatch:
 
 
 def _between(earlier: float | torch.cuda.Event, later: float | torch.cuda.Event) -> float:
-    if isinstance(earlier, torch.cuda.Event):
+    if isinstance(earlier, torch.cuda.Event) and isinstance(later, torch.cuda.Event):
         return earlier.elapsed_time(later) / 1e3
-    assert isinstance(later, float)
+    assert isinstance(earlier, float) and isinstance(later, float)
     return later - earlier
 
 

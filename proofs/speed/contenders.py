@@ -20,7 +20,7 @@ from .workloads import Dropped, Layers, Workload
 try:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 except ImportError:  # pragma: no cover
-    replicate = None
+    replicate = None  # type: ignore[assignment]
 
 DDP_OPTIONS = frozenset(inspect.signature(DistributedDataParallel).parameters)
 
@@ -118,7 +118,8 @@ def _replicate(module: Layers) -> nn.Module:
     mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
     for layer in module.layers:
         replicate(layer, mesh=mesh)
-    return replicate(module, mesh=mesh)
+    replicated: Any = replicate(module, mesh=mesh)
+    return replicated
 
 
 _RAISES = 'raises at the next forward: "Expected to have finished reduction"'

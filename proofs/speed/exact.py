@@ -74,12 +74,13 @@ def python_calls(contender: Contender, num_params: int) -> dict[str, float]:
     make_complete(wrapper)
     x = torch.ones(sum(p.numel() for p in module.parameters()))
 
+    loss = x
+
     def forward() -> None:
         nonlocal loss
         module.zero_grad(set_to_none=True)
         loss = wrapper(x).sum()
 
-    loss = x
     for _ in range(WARM_UP_STEPS):
         forward()
         loss.backward()

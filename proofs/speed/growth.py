@@ -9,6 +9,7 @@ what is exact.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import random
 import statistics
@@ -17,13 +18,13 @@ import time
 import tracemalloc
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from tqdm import tqdm
 
 from knownddp import KnownDDP
-from knownddp.plan import MAX_CACHED_PLANS
+from knownddp.plan import MAX_CACHED_PLANS, Planner
 from proofs.planning_cost import planner_of, specs_of
 
 from .contenders import BY_NAME
@@ -38,6 +39,10 @@ REPEATS = 9
 HEADER_BYTES = 11
 MAX_GROWTH_OF_MEMORY = 1.1
 MAX_BLOCKS_A_STEP = 0.1
+
+
+def _plan_next(planner: Planner, sets: Iterator[bytes]) -> None:
+    planner.plan(next(sets))
 
 
 def median_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -57,8 +62,8 @@ def plans(counts: Sequence[int]) -> None:
         sets = iter([bytes(draw.random() < 0.5 for _ in range(count)) for _ in range(REPEATS)])
         known = bytes(draw.random() < 0.5 for _ in range(count))
         planner.plan(known)
-        looked_up = median_us(lambda planner=planner, known=known: planner.plan(known))
-        new = median_us(lambda planner=planner, sets=sets: planner.plan(next(sets)))
+        looked_up = median_us(functools.partial(planner.plan, known))
+        new = median_us(functools.partial(_plan_next, planner, sets))
         print(f"  {count:>7} parameters {new:>10.1f} {1e3 * new / count:>7.0f} {looked_up:>7.2f}")
 
 
@@ -87,13 +92,14 @@ def distinct_sets(count: int) -> bool:
 def steps_with_distinct_sets(count: int) -> bool:
     """Whole steps, each with layers dropped that never were dropped together before."""
     torch.manual_seed(0)
-    model, x, draw = KnownDDP(SmallLayers()), torch.ones(2, WIDTH), random.Random(0)
+    module, x, draw = SmallLayers(), torch.ones(2, WIDTH), random.Random(0)
+    model = KnownDDP(module)
     times, blocks = array("d", bytes(8 * count)), []
     for number in range(count):
         dropped = frozenset(draw.sample(range(LAYERS), LAYERS // 2))
         begun = time.process_time()
         model.zero_grad()
-        unused = [model.module.layers[i] for i in dropped]
+        unused = [module.layers[i] for i in dropped]
         model(x, dropped, unused_parameters=unused).sum().backward()
         times[number] = time.process_time() - begun
         if number + 1 in (2 * MAX_CACHED_PLANS, count):

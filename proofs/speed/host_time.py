@@ -86,9 +86,8 @@ def main(size: str, device: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         sizes = (50, 5) if size == "--quick" else (NUM_PARAMS, ROUNDS)
         print(json.dumps(measure(*sizes, torch.device(device, 0) if device == "cuda" else torch.device("cpu"))))
         dist.destroy_process_group()

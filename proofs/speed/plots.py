@@ -95,13 +95,13 @@ def _finish(axes: Axes, net: Mapping[str, Any]) -> None:
 def _save(path: Path, panels: Sequence[tuple[Panel, Mapping[str, Any]]], names: Sequence[str]) -> None:
     """Panels side by side, with one legend for all."""
     figure, grid = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), squeeze=False)
-    entries = {}
+    entries: dict[str, Any] = {}
     for axes, (draw_panel, net) in zip(grid[0], panels, strict=True):
         draw_panel(axes, net, names)
         lines, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, lines, strict=True))
     columns = min(len(entries), max(1, round(1.6 * len(panels))))
-    figure.legend(entries.values(), entries.keys(), loc="lower center", ncols=columns, fontsize=8, frameon=False)
+    figure.legend(list(entries.values()), list(entries), loc="lower center", ncols=columns, fontsize=8, frameon=False)
     rows = -(-len(entries) // columns)
     figure.tight_layout(rect=(0, 0.045 * rows + 0.01, 1, 1))
     figure.savefig(path, dpi=150)

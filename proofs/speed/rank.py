@@ -138,9 +138,9 @@ def main(folder: Path, rank: int) -> None:
         torch.cuda.set_device(rank)
         if task.interface != "lo":  # else NCCL would find that both hosts are one machine
             os.environ["NCCL_P2P_DISABLE"] = os.environ["NCCL_SHM_DISABLE"] = "1"
-    store = dist.FileStore(str(folder / "store"), task.world_size)
+    store = f"file://{folder}/store"
     backend = "nccl" if task.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=task.world_size)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=task.world_size)
     todo = [
         (workload, [one for name in task.contenders if (one := BY_NAME[name]).refusal(workload) is None])
         for workload in task.chosen_workloads()

@@ -89,12 +89,13 @@ def _train(rank: int, world_size: int, dropped_by: Callable[[int, int], frozense
     with fake_rank(rank, world_size), mock.patch("knownddp.ddp.collectives_over", Heard), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # declarations differ on purpose
         torch.manual_seed(0)
-        model = KnownDDP(SmallLayers(), bucket_cap_mb=500 / 2**20)
+        module = SmallLayers()
+        model = KnownDDP(module, bucket_cap_mb=500 / 2**20)
         for step in range(STEPS):
             dropped = dropped_by(rank, step)
             model.zero_grad()
             with Recorder() as recorder:
-                unused = [model.module.layers[i] for i in dropped]
+                unused = [module.layers[i] for i in dropped]
                 model(torch.ones(2, WIDTH), dropped, unused_parameters=unused).sum().backward()
             plans.append(model.reducer.protocol.plan.buckets)
     gradients = [nbytes for _, dtype, nbytes in recorder.log if dtype.is_floating_point]

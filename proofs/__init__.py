@@ -1,0 +1,1 @@
+"""What is claimed of the library beyond its tests, and the checks that could refute each claim; see README.md."""

@@ -1,0 +1,1 @@
+"""A: the bucket assigner and the planner."""
