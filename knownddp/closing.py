@@ -14,7 +14,6 @@ from torch import Tensor
 from .buffers import BufferSync
 from .comm import DONE, Collectives, Work
 from .comm_hooks import CommHook
-from .countdown import NOT_PLACED
 from .errors import KnownDDPError, at_rank
 from .faults import Testimony, dispute_message, error_for
 from .forwards import ForwardLog, declared_by_all, promised_by
@@ -23,7 +22,7 @@ from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .outcomes import Fault
 from .params import ManagedParams
-from .plan import Planner
+from .plan import NOT_PLACED, Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import Window

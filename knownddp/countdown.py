@@ -8,9 +8,7 @@ needed: a bucket's parameters lie on one device, and the engine runs their hooks
 
 from __future__ import annotations
 
-from typing import Final
-
-NOT_PLACED: Final = -1
+from .plan import NOT_PLACED
 
 
 class Countdown:

@@ -13,13 +13,12 @@ from torch import Tensor
 from . import _torch_private as private
 from ._torch_private import storage_view
 from .comm import DONE, Work
-from .countdown import NOT_PLACED
 from .errors import GradientTakenError, at_rank
 from .flat import sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms
 from .ownership import can_take, may_be_overwritten
 from .params import NOTHING
-from .plan import ALONE_BYTES, BucketPlan, BucketSpec
+from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
 from .pool import GradientBucket
 from .specs import BucketKey
 

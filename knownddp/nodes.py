@@ -12,7 +12,8 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch_private as private
-from .countdown import NOT_PLACED, Countdown
+from .countdown import Countdown
+from .plan import NOT_PLACED
 
 
 class GradientNodes:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .buckets import Item, assign
-from .countdown import NOT_PLACED
 from .errors import InternalError
 from .specs import BucketKey, ParamSpec
 
 # 2^L sets exist for L layers; a run that cycles through few of them finds each again, others cost one plan a step.
 MAX_CACHED_PLANS = 64
+
+NOT_PLACED = -1
 
 # A gradient this large travels alone, so that it needs not be copied.
 ALONE_BYTES = 4 * 2**20

@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum, auto
 from typing import Final
 
-from .countdown import NOT_PLACED, Countdown
+from .countdown import Countdown
 from .errors import InternalError
 from .messages import (
     CARRIED,
@@ -45,7 +45,7 @@ from .messages import (
     indices_of,
 )
 from .outcomes import NONE, Closing, Fault, Opening
-from .plan import BucketPlan, Planner
+from .plan import NOT_PLACED, BucketPlan, Planner
 
 
 class Agreement(Enum):

@@ -11,8 +11,9 @@ from machines import combine, flags, machine
 from strategies import examples, limits, specs_and_order
 from torch import nn
 
-from knownddp.countdown import NOT_PLACED, Countdown
+from knownddp.countdown import Countdown
 from knownddp.nodes import GradientNodes
+from knownddp.plan import NOT_PLACED
 from knownddp.protocol import WindowProtocol
 
 

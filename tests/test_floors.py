@@ -19,7 +19,7 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 
 # Low to high: a module imports only modules to its left.
 ORDER = [
-    *("errors", "specs", "buckets", "countdown", "plan", "messages", "outcomes", "protocol", "sampling"),
+    *("errors", "specs", "buckets", "plan", "countdown", "messages", "outcomes", "protocol", "sampling"),
     *("_torch_private", "flat", "ownership", "rnns", "compact", "outputs", "params", "precision", "nodes"),
     *("structures", "scattering", "parallel", "replicas"),
     *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples, limits, param_specs, spec
 
-from knownddp.countdown import NOT_PLACED
 from knownddp.errors import InternalError
-from knownddp.plan import MAX_CACHED_PLANS, BucketPlan, BucketSpec, Planner
+from knownddp.plan import MAX_CACHED_PLANS, NOT_PLACED, BucketPlan, BucketSpec, Planner
 from knownddp.specs import ParamSpec
 
 FLOAT_BYTES = 4
