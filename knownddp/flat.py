@@ -108,8 +108,7 @@ class FlatBucket:
         """
         if not self._writes_one_by_one:  # few bytes each: calls are what costs
             torch._foreach_copy_(self.views, grads)
-            if divisor != 1:
-                self.flat.div_(divisor)
+            self._divide(divisor)
             return
         for view, grad in zip(self.views, grads, strict=True):  # many bytes each: passes over memory are
             if grad.dtype is view.dtype:
@@ -139,6 +138,9 @@ class FlatBucket:
                 view.copy_(dense(old)).add_(dense(grad))
         if present:
             torch._foreach_copy_(present, sources)
+        self._divide(divisor)
+
+    def _divide(self, divisor: int) -> None:
         if divisor != 1:
             self.flat.div_(divisor)
 

@@ -40,7 +40,7 @@ SEEDS: Final = (
     ),
     Seed("dense is row-major", FLAT, "n == 1 or s == c for", "s == c for", ("C2", "C5")),
     Seed("segments overlap", FLAT, "offset += spec.numel", "offset += max(spec.numel - 1, 0)", ("C3", "C7")),
-    Seed("segments have gaps", FLAT, "torch.empty(sum(spec.numel for", "torch.empty(sum(spec.numel + 1 for", ("C7",)),
+    Seed("segments have gaps", FLAT, "numel = sum(spec.numel for", "numel = sum(spec.numel + 1 for", ("C7",)),
     Seed("gradients are packed in the order of memory", FLAT, "sources.append(dense(one))", MEMORY_ORDER, ("C7", "C8")),
     Seed(
         "what is absent stays what memory held", FLAT, "                view.zero_()", "                pass", ("C8",)

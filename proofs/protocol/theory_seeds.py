@@ -16,8 +16,8 @@ SEEDS: Final = (
     Seed(
         "a bucket goes before it is full",
         PROTOCOL,
-        "and not pending[position] and",
-        "and pending[position] < 2 and",
+        "and not left[position] and",
+        "and left[position] < 2 and",
         ("B1",),
     ),
     Seed(
@@ -51,7 +51,7 @@ SEEDS: Final = (
     Seed(
         "what came early is forgotten",
         PROTOCOL,
-        "        for i in self._early:\n            self._count(i)\n",
+        "        for i in (*fired, *repeated):\n            self._count(i)\n",
         "",
         ("B1",),
     ),
@@ -64,7 +64,7 @@ SEEDS: Final = (
         ("B2",),
     ),
     Seed("a declaration is a dispute", MESSAGES, "b & DECLARED and b & NEEDED", "b & DECLARED", ("B2",)),
-    Seed("what is carried is not agreed", MESSAGES, "b & (EXPECTED | CARRIED)", "b & EXPECTED", ("B2",)),
+    Seed("what is carried is not agreed", MESSAGES, "b & (EXPECTED | CARRIED))", "b & EXPECTED)", ("B2",)),
     Seed(
         "what is touched late is not touched",
         MESSAGES,
