@@ -95,12 +95,10 @@ class GradientExchange:
         divisor = 1 if self._terms.hook is not None else self._terms.divisor
         with private.profiled("knownddp::pack"):
             filled, flat, packed = self._pack(bucket, divisor, firing)
-        live, has_travelled = self._live, self._has_travelled
+        has_travelled = self._has_travelled
         for i in bucket.param_indices:
             has_travelled[i] = 1
-            param = live[i]
-            if param is not None:
-                param.grad = None
+        self._give_up(bucket, filled)
         numel = flat._values().numel() if bucket.is_sparse else flat.numel()
         self._counters.bytes_reduced += numel * flat.element_size()
         self._counters.buckets_launched += 1
@@ -110,24 +108,26 @@ class GradientExchange:
         self, bucket: BucketSpec, divisor: int, firing: int
     ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
         """What to reduce, and its parts."""
-        if self._is_plain and not bucket.is_sparse:
-            grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
-            if _are_all_there(grads):
-                self._wait_for_streams(bucket, grads)
-                if len(grads) == 1 and self._may_reduce_in_place(bucket.param_indices[0], firing):
-                    (grad,) = grads
-                    flat = storage_view(grad, 0, (grad.numel(),), (1,)).div_(divisor)
-                    return None, flat, [grad]
-                filled = self._pool.take(bucket)
-                try:
-                    filled.copy(grads, divisor)
-                except RuntimeError:  # one is sparse, say
-                    filled.fill(grads, [None] * len(grads), divisor)
-                return filled, filled.flat, filled.views
-        return self._pack_any(bucket, divisor)
+        first = bucket.param_indices[0]
+        if not self._is_plain or bucket.is_sparse:
+            return self._pack_any(bucket, divisor)
+        if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first, firing):
+            return self._in_place(bucket, divisor)
+        filled = self._pool.take(bucket)
+        grads = [param.grad for param in filled.params]
+        if not filled.is_whole or not _are_all_there(grads):
+            return self._pack_any(bucket, divisor, filled)
+        self._wait_for_streams(bucket, grads)
+        try:
+            filled.copy(grads, divisor)
+        except RuntimeError:  # one is sparse, say
+            filled.fill(grads, [None] * len(grads), divisor)
+        return filled, filled.flat, filled.views
 
-    def _pack_any(self, bucket: BucketSpec, divisor: int) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
-        """Likewise, whatever there is and is not."""
+    def _pack_any(
+        self, bucket: BucketSpec, divisor: int, filled: GradientBucket | None = None
+    ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
+        """Likewise, whatever there is and is not. ``filled``: where to put it, if that was taken already."""
         grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
         for i, grad in zip(bucket.param_indices, grads, strict=True):
             if grad is None and self._fired[i] and not self._has_travelled[i] and i not in self._stood_before:
@@ -140,9 +140,27 @@ class GradientExchange:
         if bucket.is_sparse:
             share = sparse_share(grads[0], held_back[0], self._params.specs[bucket.param_indices[0]], divisor)
             return None, share, [share]
-        filled = self._pool.take(bucket)
+        filled = filled or self._pool.take(bucket)
         filled.fill(grads, held_back, divisor)
         return filled, filled.flat, filled.views
+
+    def _in_place(self, bucket: BucketSpec, divisor: int) -> tuple[None, Tensor, list[Tensor]]:
+        """Likewise, in the gradient's own memory."""
+        (param_index,) = bucket.param_indices
+        param = self._live[param_index]
+        assert param is not None and param.grad is not None
+        grad = param.grad
+        self._wait_for_streams(bucket, [grad])
+        return None, storage_view(grad, 0, (grad.numel(),), (1,)).div_(divisor), [grad]
+
+    def _give_up(self, bucket: BucketSpec, filled: GradientBucket | None) -> None:
+        """The gradients of a bucket are packed: free their memory."""
+        if self._is_plain and filled is not None and filled.is_whole:
+            for param in filled.params:
+                param.grad = None
+        else:
+            for i in bucket.param_indices:
+                self._set(i, None)
 
     def _may_reduce_in_place(self, i: int, firing: int) -> bool:
         """Whether a gradient is large enough not to be copied, lies as it must, and is nobody else's."""
@@ -292,7 +310,7 @@ class GradientExchange:
         """The parts of a bucket become ``.grad`` as they are."""
         assert flight.filled is not None
         for i, param, mean in zip(flight.bucket.param_indices, flight.filled.params, flight.means(), strict=True):
-            if touched[i] and param is not None:
+            if touched[i]:
                 param.grad = mean
 
     def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:

@@ -34,9 +34,9 @@ class ForwardRecord:
         "was_closed",
     )
 
-    def __init__(self, declared: Iterable[int], trainable: Sequence[bool], *, synchronises: bool) -> None:
+    def __init__(self, declared: Iterable[int], trainable: list[bool], *, synchronises: bool) -> None:
         self.declared = frozenset(declared)
-        self.trainable = tuple(trainable)
+        self.trainable = trainable
         self.synchronises = synchronises
         self.is_running = True
         self.visited = False  # an output's hook fired in the current window
@@ -92,7 +92,7 @@ class ForwardLog:
         self._is_unanswered = False  # a synchronising forward ended since the last window
         self._last_synchronised = False
 
-    def begin(self, declared: Iterable[int], trainable: Sequence[bool], *, synchronises: bool) -> ForwardRecord:
+    def begin(self, declared: Iterable[int], trainable: list[bool], *, synchronises: bool) -> ForwardRecord:
         """A forward begins; ``end`` must follow, whether it raises or not."""
         record = ForwardRecord(declared, trainable, synchronises=synchronises)
         if synchronises:

@@ -30,8 +30,7 @@ def can_take(before: Tensor, mean: Tensor, param: Tensor) -> bool:
 
 
 def may_be_overwritten(param: Tensor, spec: ParamSpec, *, in_own_hook: bool) -> bool:
-    """Whether ``param.grad``, which a list of the caller's holds as well, is laid out as ``spec`` says and referred to
-    by nobody else.
+    """Whether ``param.grad`` is laid out as ``spec`` says and referred to by nobody else, the caller included.
 
     ``in_own_hook``: the engine still holds the tensor that was accumulated, which has the same memory.
     """
@@ -55,15 +54,14 @@ def _references_to_grad(param: Tensor) -> int:
 
 
 def _usual_references() -> int:
-    """As ``_references_to_grad`` finds them for a gradient that a list of this module holds beside the parameter."""
+    """As ``_references_to_grad`` finds them for a gradient that its caller holds beside the parameter."""
     param = torch.zeros(1, requires_grad=True)
     param.grad = torch.zeros(1)
-    grads = [param.grad]
     grad = param.grad
     try:
         return _references_to_grad(param)
     finally:
-        del grads, grad
+        del grad
 
 
 _USUAL_REFERENCES = _usual_references()

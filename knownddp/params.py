@@ -54,6 +54,17 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 _parameter_at: Callable[[dict[str, nn.Parameter | None], str], nn.Parameter | None] = dict.get
 
 
+_requires_grad: Callable[[nn.Parameter | None], bool] = operator.attrgetter("requires_grad")
+
+
+def trainable_of(live: Sequence[nn.Parameter | None]) -> list[bool]:
+    """Which require a gradient; one that was removed does not."""
+    try:
+        return list(map(_requires_grad, live))
+    except AttributeError:
+        return [param is not None and param.requires_grad for param in live]
+
+
 def _addresses(live: Sequence[nn.Parameter | None]) -> list[int] | None:
     """Where each parameter's memory begins; None if that cannot tell one from another (on the meta device, say)."""
     try:
@@ -176,7 +187,7 @@ class ManagedParams:
         live = list(itertools.starmap(_parameter_at, self._homes))
         if self.masters:  # a forward inside of a forward, or of a backward that runs modules again
             live = [cast("nn.Parameter | None", self.masters.get(id(param), param)) for param in live]
-        self.trainable = [param is not None and param.requires_grad for param in live]
+        self.trainable = trainable_of(live)
         is_same = all(map(operator.is_, live, self.live))
         if not is_same:
             for i, (param, before) in enumerate(zip(live, self.live, strict=True)):

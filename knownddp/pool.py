@@ -25,16 +25,18 @@ class GradientBucket(FlatBucket):
 
     Attributes:
         layout: their indices.
-        params: the parameters; None for one that was taken out of its module.
+        params: the parameters, without those that were taken out of their module.
+        is_whole: whether none was.
         fits: whether the views are what their ``.grad`` should be, in dtype and strides.
     """
 
-    __slots__ = ("fits", "layout", "params")
+    __slots__ = ("fits", "is_whole", "layout", "params")
 
     def __init__(self, params: ManagedParams, layout: tuple[int, ...], memory: torch.Tensor | None) -> None:
         super().__init__([params.specs[i] for i in layout], memory)
         self.layout = layout
-        self.params = [params.live[i] for i in layout]
+        self.params = [param for i in layout if (param := params.live[i]) is not None]
+        self.is_whole = len(self.params) == len(layout)
         self.fits = all(params.fits[i] for i in layout)
 
 

@@ -32,7 +32,7 @@ from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
 from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
-from .params import ManagedParams
+from .params import ManagedParams, trainable_of
 from .plan import Planner
 from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
@@ -189,9 +189,9 @@ class Reducer(Closing, StockReducer):
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
-        if [p is not None and p.requires_grad for p in self.params.live] != list(record.trainable):
+        if trainable_of(self.params.live) != record.trainable:
             self._read_params()  # the module froze or thawed some meanwhile
-            record.trainable = tuple(self.params.trainable)
+            record.trainable = self.params.trainable
         expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
         self.forwards.end(record, is_over=not expects_backward)
         if expects_backward:
