@@ -214,10 +214,20 @@ def _arrived(grad: torch.Tensor) -> torch.Tensor:
     return wait() if wait is not None else grad
 
 
+def _usual_references() -> int:
+    """To the storage of a tensor that nobody else asked for its storage, as ``storage_users`` counts them."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_USUAL_REFERENCES = _usual_references()
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors lie in the storage of ``tensor``, itself counted."""
-    storage = tensor.untyped_storage()  # which counts as a user too
-    return torch._C._storage_Use_Count(storage._cdata) - 1
+    storage = tensor.untyped_storage()  # which counts as a user too; Python has one object for it, however many hold it
+    return torch._C._storage_Use_Count(storage._cdata) - 1 + sys.getrefcount(storage) - _USUAL_REFERENCES
 
 
 def unshard_if_submesh(module: torch.nn.Module, mesh: DeviceMesh) -> None:

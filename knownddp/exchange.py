@@ -44,7 +44,7 @@ class GradientExchange:
         self._counters = resources.counters
         self._pool = resources.pool
         self._fired = resources.fired
-        self._streams = resources.streams
+        self._streams, self._users = resources.streams, resources.users
         self._terms = terms
         self._stood_before = stood_before
         self._flights: list[Flight] = []
@@ -120,7 +120,9 @@ class GradientExchange:
         self._wait_for_streams(bucket, grads)
         try:
             filled.copy(grads, divisor)
-        except RuntimeError:  # one is sparse, say
+        except RuntimeError:
+            if all(grad.layout is torch.strided for grad in grads):
+                raise
             filled.fill(grads, [None] * len(grads), divisor)
         return filled, filled.flat, filled.views
 
@@ -167,7 +169,7 @@ class GradientExchange:
         spec, param = self._params.specs[i], self._live[i]
         if self._terms.hook is not None or spec.nbytes < ALONE_BYTES or not self._params.fits[i] or param is None:
             return False
-        return may_be_overwritten(param, spec, in_own_hook=i == firing)
+        return may_be_overwritten(param, spec, self._users.get(i, 0) if i == firing else 1)
 
     def _send(
         self,

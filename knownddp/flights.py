@@ -49,6 +49,7 @@ class Resources:
         pool: where flat buckets come from.
         fired: a byte for each parameter, 1 once its gradient came in the running window; hooks write it.
         streams: on accelerators, where the gradient of a parameter was accumulated; likewise.
+        users: of large parameters what ``ownership.users_in_hook`` said; likewise.
     """
 
     params: ManagedParams
@@ -57,6 +58,7 @@ class Resources:
     pool: FlatPool
     fired: bytearray
     streams: Mapping[int, torch.Stream]
+    users: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _torch_private as private
 from .countdown import Countdown
-from .plan import NOT_PLACED
+from .ownership import users_in_hook, usual_references_to_arrived
+from .plan import ALONE_BYTES, NOT_PLACED
 
 
 class GradientNodes:
@@ -32,6 +33,7 @@ class GradientNodes:
         self._on_ready = weakref.WeakMethod(on_ready)
         self._countdown = countdown
         self.streams: dict[int, torch.Stream] = {}  # where gradients on accelerators were accumulated, lately
+        self.users: dict[int, int] = {}  # of large parameters what ``users_in_hook`` said lately
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
         self._is_current = [False] * num_params
@@ -55,13 +57,13 @@ class GradientNodes:
                 handle = self._handles[i]
                 if handle is not None:
                     handle.remove()
-                self._handles[i] = node.register_hook(self._hook(i, param.device))
+                self._handles[i] = node.register_hook(self._hook(i, param))
                 self._nodes[i] = node
             self._is_current[i] = True
         self._hooked = list(trainable)
 
-    def _hook(self, param_index: int, device: torch.device) -> Callable[..., None]:
-        on_ready, streams = self._on_ready, self.streams
+    def _hook(self, param_index: int, param: nn.Parameter) -> Callable[..., None]:
+        on_ready, streams, users, device = self._on_ready, self.streams, self.users, param.device
         slots, left, fired = self._countdown.slots, self._countdown.left, self._countdown.fired
 
         def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
@@ -79,6 +81,13 @@ class GradientNodes:
             streams[param_index] = torch.accelerator.current_stream(device)
             hook(inputs, grads)
 
+        def hook_of_large(inputs: object, grads: Sequence[torch.Tensor | None]) -> None:
+            users[param_index] = users_in_hook(param, grads)
+            (hook if device.type == "cpu" else hook_on_stream)(inputs, grads)
+
+        if param.nbytes >= ALONE_BYTES:
+            usual_references_to_arrived()  # while no backward runs
+            return hook_of_large
         return hook if device.type == "cpu" else hook_on_stream
 
     def remove(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -12,7 +14,8 @@ from ._torch_private import storage_users
 from .flat import is_dense
 from .specs import ParamSpec
 
-# Whether reference counts tell who else refers to a tensor: not in builds of Python without the global lock.
+# Whether reference counts tell who else refers to a tensor, and Python runs one thread at a time: not so in builds
+# without the global lock. Since torch 2.13 the count of a tensor's Python object includes owners in C++.
 COUNTS_TELL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
@@ -29,10 +32,10 @@ def can_take(before: Tensor, mean: Tensor, param: Tensor) -> bool:
     )
 
 
-def may_be_overwritten(param: Tensor, spec: ParamSpec, *, in_own_hook: bool) -> bool:
+def may_be_overwritten(param: Tensor, spec: ParamSpec, num_users: int) -> bool:
     """Whether ``param.grad`` is laid out as ``spec`` says and referred to by nobody else, the caller included.
 
-    ``in_own_hook``: the engine still holds the tensor that was accumulated, which has the same memory.
+    ``num_users``: how many tensors lie in its memory if nobody else has one: 1, or what ``users_in_hook`` says.
     """
     grad = param.grad
     return (
@@ -43,8 +46,41 @@ def may_be_overwritten(param: Tensor, spec: ParamSpec, *, in_own_hook: bool) -> 
         and grad.stride() == spec.strides
         and not (grad.requires_grad or grad.is_conj() or grad.is_neg() or grad.is_inference())
         and _references_to_grad(param) == _USUAL_REFERENCES
-        and storage_users(grad) == (2 if in_own_hook else 1)
+        and storage_users(grad) == num_users
     )
+
+
+def users_in_hook(param: Tensor, arrived: Sequence[Tensor | None]) -> int:
+    """Asked in the hook of a parameter's node, which was given ``arrived``: how many tensors the engine and the
+    parameter have in the memory of ``param.grad``; 0 if somebody else holds the engine's own.
+
+    What arrived becomes ``.grad`` as it is, or is copied; and the engine lets go of it only after the hooks.
+    """
+    grad, (own,) = param.grad, arrived
+    if grad is None or own is None or not grad.layout is own.layout is torch.strided:
+        return 0
+    del own
+    if references_to_arrived(arrived) != usual_references_to_arrived():
+        return 0
+    arrived_at, is_at = (tensor.untyped_storage().data_ptr() for tensor in (arrived[0], grad) if tensor is not None)
+    return 2 if arrived_at == is_at else 1
+
+
+def references_to_arrived(arrived: Sequence[Tensor | None]) -> int:
+    """Called in the hook of a node."""
+    return sys.getrefcount(arrived[0])
+
+
+@functools.cache
+def usual_references_to_arrived() -> int:
+    """As ``references_to_arrived`` finds them for what nobody but the engine holds. Not to be called in a backward."""
+    found: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        param = torch.zeros(1, requires_grad=True)
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        node.register_hook(lambda _, arrived: found.append(references_to_arrived(arrived)))
+        (param * 1).sum().backward()  # type: ignore[no-untyped-call]
+    return found[0]
 
 
 def _references_to_grad(param: Tensor) -> int:

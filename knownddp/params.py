@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .errors import DeclarationError, DeviceError, ModelError, UnknownParameterError, shorten
 from .flat import canonical_strides, is_dense, row_major
+from .ownership import COUNTS_TELL
 from .specs import BucketKey, ParamSpec
 
 Unused = Iterable[Tensor | nn.Module | str]
@@ -65,13 +66,18 @@ def trainable_of(live: Sequence[nn.Parameter | None]) -> list[bool]:
         return [param is not None and param.requires_grad for param in live]
 
 
-def _addresses(live: Sequence[nn.Parameter | None]) -> list[int] | None:
-    """Where each parameter's memory begins; None if that cannot tell one from another (on the meta device, say)."""
+def _fingerprint(live: Sequence[nn.Parameter | None]) -> tuple[list[int], list[int], list[tuple[int, ...]]] | None:
+    """What cannot stay the same where dtype, device, shape or layout change: another dtype or device is other memory.
+
+    None if it does not tell: on the meta device, or where a parameter was removed.
+    """
     try:
-        found = list(map(torch.Tensor.data_ptr, live))  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # no memory of its own, or removed
+        addresses = list(map(torch.Tensor.data_ptr, live))  # type: ignore[arg-type]
+        numels = list(map(torch.Tensor.numel, live))  # type: ignore[arg-type]
+        strides = list(map(torch.Tensor.stride, live))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
         return None
-    return found if all(found) else None
+    return (addresses, numels, strides) if all(map(operator.or_, addresses, map(operator.not_, numels))) else None
 
 
 class ManagedParams:
@@ -131,7 +137,7 @@ class ManagedParams:
         self.signature = 0  # 32 bits that ranks with the same dtypes and shapes share
         self._canonical: list[tuple[int, ...]] = []
         self.fits: list[bool] = []  # whether a tensor of dtype and strides of the spec is what ``.grad`` should be
-        self._addresses: list[int] | None = None
+        self._fingerprint: object = None
         self._state: list[object] = []
 
     def __len__(self) -> int:
@@ -195,10 +201,10 @@ class ManagedParams:
                     self.trainable[i] = False
                     live[i] = before
             is_same = all(map(operator.is_, live, self.live))
-        addresses = _addresses(live)
-        if is_same and addresses is not None and addresses == self._addresses:
-            return False  # whatever gives a parameter another dtype, device, shape or layout gives it other memory
-        self._addresses = addresses
+        fingerprint = _fingerprint(live)
+        if is_same and fingerprint is not None and fingerprint == self._fingerprint:
+            return False
+        self._fingerprint = fingerprint
         state: list[object] = []
         for param in live:
             state += (param.dtype, param.device, param.shape, param.stride()) if param is not None else ()
@@ -213,6 +219,10 @@ class ManagedParams:
         ]
         self.signature = self._sign()
         return True
+
+    def are_on_one_device(self) -> bool:
+        """Whether the engine runs the hooks of all of them on one thread."""
+        return COUNTS_TELL and len({spec.key.device for spec in self.specs}) == 1
 
     def set_canonical(self, strides: Sequence[tuple[int, ...]]) -> None:
         """Take over the layout that the ranks agreed on; call before the first ``refresh``. Without: row-major."""

@@ -80,7 +80,7 @@ NEXT: Final = {
 class WindowProtocol:
     """The machine. Call ``begin``, ``opened``, ``ready``s, ``end``, ``close``, ``closed``, ``settled``.
 
-    ``ready`` may come before ``opened``; such gradients are counted once the agreed set is known.
+    ``ready`` may come before ``opened``; see [Note: guess].
     """
 
     def __init__(self, planner: Planner, num_params: int, agreement: Agreement, *, detects_unused: bool) -> None:
@@ -94,6 +94,7 @@ class WindowProtocol:
         # Other collectives may come between launches, so that these must come at the same gradient on all ranks. They
         # cannot where ranks expect different ones: everything is then launched at the end.
         self.in_program_order = False
+        self.may_count = True  # hooks may count: they run on one thread, as they do on one device
         self._num_params = num_params
         self._ones = int.from_bytes(b"\1" * num_params, "little")
         self._no_plan = BucketPlan(num_params, ())
@@ -169,6 +170,7 @@ class WindowProtocol:
         lane = expects * EXPECTED | (self._ones ^ expects) * LACKING | said * DECLARED | (self._ones ^ said) * NEEDED
         carries = int.from_bytes(flags_of(carried, self._num_params), "little")
         self._start((expects | carries).to_bytes(self._num_params, "little"))
+        self._ask_for_opening()
         if silent:
             return self._message(Flag.OPEN, signature, carries * CARRIED)
         lane |= carries * CARRIED
@@ -221,7 +223,7 @@ class WindowProtocol:
 
     def _resume(self) -> None:
         """First gradients of what this rank expects count by themselves, once an order is known."""
-        if self.planner.has_learnt:
+        if self.planner.has_learnt and self.may_count:
             counts = map(operator.gt, self._expected, self.countdown.fired)
             placed = zip(self.plan.bucket_of, counts, strict=True)
             self.countdown.slots[:] = [bucket if one else NOT_PLACED for bucket, one in placed]
@@ -230,7 +232,7 @@ class WindowProtocol:
         """The set is not the one that was guessed: count anew what has come."""
         fired, repeated, arrivals = indices_of(bytes(self.countdown.fired)), self._repeated, self._arrivals
         self.countdown.reset()
-        self._repeated, self._late = [], set()
+        self._repeated, self._late, self._arrivals = [], set(), []
         self._start(agreed)
         for i in (*fired, *repeated):
             self._count(i)
@@ -247,9 +249,14 @@ class WindowProtocol:
             return NONE
         if self.phase is Phase.REDUCING:
             return self._advance()
-        self.wants_opening = not self.plan.buckets[self._next].is_held
-        self.countdown.stop()  # so that each gradient is an occasion to look whether OPEN is back
+        self._ask_for_opening()
         return NONE
+
+    def _ask_for_opening(self) -> None:
+        """If the first bucket is full: from now on each gradient is an occasion to look whether OPEN is back."""
+        if self.plan.buckets and not self.countdown.left[0] and not self.plan.buckets[0].is_held:
+            self.wants_opening = True
+            self.countdown.stop()
 
     def _count(self, param_index: int) -> int:
         """Note one gradient. Returns the position of the bucket that it filled, or ``NOT_PLACED``."""

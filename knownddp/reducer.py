@@ -92,10 +92,12 @@ class Reducer(Closing, StockReducer):
         self.planner = Planner(params.specs, limits)
         self.planner.hold(delayed)
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
+        self.protocol.may_count = params.are_on_one_device()
         self.pool = FlatPool(params)
         countdown = self.protocol.countdown
         self.nodes = GradientNodes(len(params), self._on_grad_ready, countdown)
-        self._resources = Resources(params, comm, self.counters, self.pool, countdown.fired, self.nodes.streams)
+        heard = self.nodes.streams, self.nodes.users
+        self._resources = Resources(params, comm, self.counters, self.pool, countdown.fired, *heard)
         self.forwards = ForwardLog(lambda t: params.index_of(t) is not None, self.on_output_grad)
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
@@ -185,6 +187,7 @@ class Reducer(Closing, StockReducer):
             self.planner.set_specs(self.params.specs)
             self.pool.clear()
             self.nodes.forget()
+            self.protocol.may_count = self.params.are_on_one_device()
         self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:

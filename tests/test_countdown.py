@@ -126,3 +126,25 @@ def test_an_undefined_gradient_is_not_counted():
     nodes.hook([param], [True])
     _Nothing.apply(param).backward()
     assert seen == [(0, None)] and countdown.left == [2] and not countdown.fired[0]
+
+
+def test_a_guess_that_was_wrong_counts_each_arrival_once():
+    """Nothing is learnt yet; this rank expects three of four, a peer all: what came before OPEN is counted anew."""
+    mine, peer = machine(order=None), machine(order=None)
+    opening = combine([mine.begin(flags([0, 1, 2])), peer.begin(flags(range(4)))])
+    for i in (2, 1, 0):
+        assert not mine.ready(i)
+    mine.opened(opening)
+    positions, counts = mine.order_message()[:4], mine.order_message()[4:]
+    assert positions == [2, 1, 0, -1] and counts == [1, 1, 1, 0]
+    assert mine.fired() == (flags([0, 1, 2]), ())
+
+
+def test_a_bucket_that_waits_for_nothing_asks_for_the_agreed_set_at_once():
+    """Parameter 0 was touched before and is not expected now: its bucket could go as the backward begins."""
+    rank, peer = machine(), machine()
+    opening = combine([rank.begin(flags([1, 2, 3]), carried=[0]), peer.begin(flags([1, 2, 3]))])
+    assert rank.wants_opening and not peer.wants_opening
+    assert not rank.countdown.counts(1)  # each gradient is an occasion to look
+    assert list(rank.opened(opening).launch) == [0]
+    assert not rank.wants_opening

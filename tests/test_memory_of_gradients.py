@@ -73,7 +73,19 @@ HOLD = {
     "an alias": lambda grad: grad.detach(),
     "an array": lambda grad: grad.numpy(),
     "a part": lambda grad: grad[0],
+    "its storage": lambda grad: _Storage(grad),
 }
+
+
+class _Storage:
+    """The memory of a tensor, held without a tensor."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self._storage = grad.untyped_storage()
+        self._place = grad.storage_offset(), grad.shape, grad.stride()
+
+    def value(self) -> Tensor:
+        return torch.empty(0).set_(self._storage, *self._place)
 
 
 def _keeps(rank: int, hold: str) -> None:
@@ -85,7 +97,8 @@ def _keeps(rank: int, hold: str) -> None:
         kept.append((HOLD[hold](grad), grad.clone()))
         del grad
     for held, value in kept:
-        assert torch.equal(torch.as_tensor(held), value[0] if hold == "a part" else value)
+        held = held.value() if isinstance(held, _Storage) else torch.as_tensor(held)
+        assert torch.equal(held, value[0] if hold == "a part" else value)
 
 
 @pytest.mark.parametrize("hold", HOLD)
@@ -170,6 +183,82 @@ def _held(rank: int, alias: bool) -> None:
 @pytest.mark.parametrize("alias", [False, True])
 def test_a_large_gradient_that_a_hook_keeps_is_copied(ranks, alias):
     ranks(2, _held, alias)
+
+
+class Expanded(Matrix):
+    """The gradient of the weight comes as an expanded tensor, which autograd copies into ``.grad``."""
+
+    def forward(self, x: float) -> Tensor:
+        return self.weight.sum() * x + self.bias.sum() * x
+
+
+def _held_copy(rank: int) -> None:
+    _, model = make(Expanded)
+    kept: list[Tensor] = []
+    model.module.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model(rank + 1.0).backward()
+        assert model.module.weight.grad[0, 0].item() == 1.5
+    assert all(torch.equal(one, torch.full_like(one, rank + 1.0)) for one in kept)
+
+
+def test_an_alias_of_a_large_gradient_that_autograd_copied_stays(ranks):
+    ranks(2, _held_copy)
+
+
+def _held_by_a_node(rank: int) -> None:
+    """A hook that was on the node before wrapping keeps what the engine accumulated."""
+    torch.manual_seed(0)
+    module = Matrix()
+    kept: list[Tensor] = []
+    node = torch.autograd.graph.get_gradient_edge(module.weight).node
+    node.register_hook(lambda _, grads: kept.append(grads[0]))
+    model = KnownDDP(module)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model(rank + 1.0).backward()
+        assert module.weight.grad[0, 0].item() == 1.5
+    assert all(torch.equal(one, torch.full_like(one, rank + 1.0)) for one in kept)
+
+
+def test_a_large_gradient_that_a_hook_of_its_node_keeps_is_copied(ranks):
+    ranks(2, _held_by_a_node)
+
+
+CHANGES = {
+    "transposed in place": lambda weight: weight.t(),
+    "other memory": lambda weight: weight.clone(),
+    "column-major": lambda weight: weight.t().contiguous().t(),
+}
+
+
+class Weighted(nn.Module):
+    """``forward(x)`` is the sum of elements times their number times x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.weight * torch.arange(float(self.weight.numel())).view(self.weight.shape) * x).sum()
+
+
+def _changed(rank: int, change: str) -> None:
+    _, model = make(Weighted)
+    weight = model.module.weight
+    for step in range(4):
+        if step == 2:
+            weight.data = CHANGES[change](weight.detach())
+        model.zero_grad(set_to_none=True)
+        model(rank + 1.0).backward()
+        assert torch.equal(weight.grad, 1.5 * torch.arange(float(weight.numel())).view(weight.shape))
+        assert weight.grad.stride() == weight.stride()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_whose_memory_is_seen_otherwise_is_noticed(ranks, change):
+    ranks(2, _changed, change)
 
 
 LAYOUTS = {
