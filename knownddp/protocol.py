@@ -135,7 +135,7 @@ class WindowProtocol:
         self.in_program_order = False
         self._num_params = num_params
         self._ones = int.from_bytes(b"\1" * num_params, "little")
-        self._since_forward = 0  # the CLOSE lanes of all windows since the last synchronising forward, ORed
+        self._since_forward = 0  # the CLOSE lanes of windows that went well since the last forward, ORed
         self._reset()
 
     def _reset(self) -> None:
@@ -150,6 +150,7 @@ class WindowProtocol:
         self._early: list[int] = []
         self._arrivals: list[int] = []
         self._pending: list[int] = []
+        self._told = 0  # the CLOSE lanes of this window, ORed
         self._next = 0
         self._waits_for_end = False
 
@@ -249,6 +250,7 @@ class WindowProtocol:
                     self._pending[plan.bucket_of[i]] -= 1
         for i in self._early:
             self._count(i)
+        self._early = []
         return self._advance()
 
     def ready(self, param_index: int) -> range:
@@ -331,7 +333,7 @@ class WindowProtocol:
         if message[0] & Flag.CHANGED:
             return Closing(Fault.GRAPH)
         lane = message[HEADER_BYTES:]
-        self._since_forward |= int.from_bytes(lane, "little")
+        self._told = int.from_bytes(lane, "little")
         touched, late_flags = lane.translate(IS_TOUCHED), lane.translate(IS_LATE)
         late = indices_of(late_flags)
         order_due = not self.planner.has_learnt
@@ -344,10 +346,12 @@ class WindowProtocol:
             self.planner.hold(late if self.detects_unused else [i for i in late if self.agreed[i]])
         return Closing(None, touched, late, late_plan, order_due and any(touched))
 
-    def settled(self) -> None:
-        """Gradients are handed back; the window is over."""
+    def settled(self, *, failed: bool = False) -> None:
+        """Gradients are handed back; the window is over. ``failed``: in an error, so nothing is owed for it."""
         self._move(Phase.SETTLING, Phase.IDLE)
         self.window += 1
+        if not failed:
+            self._since_forward |= self._told
 
     def break_off(self) -> None:
         """A collective failed. No window can follow."""
