@@ -6,16 +6,17 @@ what must have become of the ranks in the end, and ``closing.py`` and ``rank.py`
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from ..claims import BOUNDED, Claim, Evidence, Refuted
+from ..coqtool import replayed, term, theorems
 from . import breaks, families, oracle, walks
 from .explore import Explorer, Found
+from .families import Family, chosen
 from .script import Script
-
-Family = Callable[[], Iterator[Script]]
+from .theory import PROGRAM, PROGRAM_ROW
+from .traces import traces
 
 
 def explored(parts: tuple[Family, ...], few: int, what: str) -> Callable[[bool], Evidence]:
@@ -33,12 +34,6 @@ def explored(parts: tuple[Family, ...], few: int, what: str) -> Callable[[bool],
     return run
 
 
-def chosen(family: Family, few: int | None) -> list[Script]:
-    """The scripts of a family; or so many, from all over it and the same in every run."""
-    scripts = list(family())
-    return scripts if few is None else random.Random(1).sample(scripts, min(few, len(scripts)))
-
-
 def judge(script: Script, found: Found) -> None:
     """Assert that every end of the script is as it should be."""
     for reports in found.ends:
@@ -51,7 +46,14 @@ def judge(script: Script, found: Found) -> None:
 def every_order_is_covered(quick: bool) -> Evidence:
     """[Note: reduction] and the merging of states, against exploring without them."""
     explorers = [Explorer(), Explorer(merges=False)]
-    for family, few in ((families.changing_sets, 8), (families.agreements, 8), (breaks.joins, 8), (breaks.faults, 3)):
+    parts = (
+        (families.changing_sets, 6),
+        (families.repeated_gradients, 8),
+        (families.agreements, 8),
+        (breaks.joins, 6),
+        (breaks.faults, 3),
+    )
+    for family, few in parts:
         for script in chosen(family, few if quick else 5 * few):
             if len(script.programs) > 2:
                 continue
@@ -62,6 +64,19 @@ def every_order_is_covered(quick: bool) -> Evidence:
     return Evidence(
         states[1], f"{explorers[0].scripts} scripts: {states[1]:,} states, of which {states[0]:,} are enough"
     )
+
+
+def paths_are_as_the_theorem_asks(quick: bool) -> Evidence:
+    """Explored paths, for Coq's kernel: waits for own earlier issues alone, and as many issues on each rank."""
+    theorems("Protocol", ("every_run_ends_well",))
+    rows = []
+    for ranks in traces(quick):
+        issues = [[step for step in trace if step[0] == "issue"] for trace in ranks]
+        assert all(other == issues[0] for other in issues), f"ranks issue {issues}"
+        for trace in ranks:
+            steps = [0 if step[0] == "issue" else int(step[1]) + 1 for step in trace]
+            rows.append(term((len(issues[0]), steps)))
+    return Evidence(replayed("Protocol", PROGRAM, PROGRAM_ROW, rows), "paths through every family of scripts")
 
 
 CLAIMS: Final = (
@@ -141,5 +156,13 @@ CLAIMS: Final = (
         BOUNDED,
         walks.walked,
         (2_000, 60_000),
+    ),
+    Claim(
+        "B16",
+        "what ranks issue and wait for along explored paths is what B4's theorem asks for",
+        BOUNDED,
+        paths_are_as_the_theorem_asks,
+        (200, 2_000),
+        needs_coq=True,
     ),
 )

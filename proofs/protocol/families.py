@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from knownddp.protocol import Agreement
@@ -11,9 +12,16 @@ from knownddp.protocol import Agreement
 from .script import NOTHING, Backward, Forward, Program, Script, Setup, ZeroGrad, step
 
 Params = frozenset[int]
+Family = Callable[[], Iterator[Script]]
 
 TWO = Setup(nbytes=(4, 8), limits=(4, 8), order=(1, 0))
 THREE = Setup()
+
+
+def chosen(family: Family, few: int | None) -> list[Script]:
+    """The scripts of a family; or so many, from all over it and the same in every run."""
+    scripts = list(family())
+    return scripts if few is None else random.Random(1).sample(scripts, min(few, len(scripts)))
 
 
 def subsets(of: int) -> list[Params]:

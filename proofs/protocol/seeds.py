@@ -17,7 +17,7 @@ SEEDS: Final = (
         "        return self._advance() if self._count(param_index) == self._next else NONE\n",
         "        filled = self._count(param_index)\n"
         "        return range(filled, filled + 1) if filled != NOT_PLACED else NONE\n",
-        ("B5",),
+        ("B5", "B9", "B13", "B15"),
     ),
     Seed(
         "a second firing counts as ready again",
@@ -59,21 +59,21 @@ SEEDS: Final = (
         PROTOCOL,
         "plan = self.plan = self.planner.plan(agreed)",
         "plan = self.plan = self.planner.plan(self._expected if any(self._expected) else agreed)",
-        ("B5",),
+        ("B5", "B13", "B15", "B16"),
     ),
     Seed(
         "the agreed set is what all ranks expect",
         MESSAGES,
         "IS_AGREED: Final = _table(lambda b: b & (EXPECTED | CARRIED))",
         "IS_AGREED: Final = _table(lambda b: b & CARRIED or b & EXPECTED and not b & LACKING)",
-        ("B5",),
+        ("B5", "B13", "B15"),
     ),
     Seed(
         "what was promised is averaged though nobody touched it",
         MESSAGES,
         "IS_TOUCHED: Final = _table(lambda b: b & (TOUCHED | LATE))",
         "IS_TOUCHED: Final = _table(lambda b: b & (TOUCHED | LATE | PROMISED))",
-        ("B5",),
+        ("B5", "B8", "B13"),
     ),
     Seed(
         "what was accumulated is sent but not said to be touched",
@@ -94,7 +94,7 @@ SEEDS: Final = (
         PROTOCOL,
         "        late = indices_of(late_flags)\n",
         "        late = indices_of(late_flags) if self._late else ()\n",
-        ("B5",),
+        ("B5", "B13", "B15", "B16"),
     ),
     Seed(
         "the late round reduces everything again",
@@ -214,7 +214,7 @@ SEEDS: Final = (
         PROTOCOL,
         "            self._move(Phase.OPENING, Phase.IDLE)\n            self.window += 1\n",
         "            self._move(Phase.OPENING, Phase.IDLE)\n",
-        ("B11",),
+        ("B9", "B11"),
     ),
     Seed(
         "a changed graph is not told",
@@ -249,7 +249,7 @@ SEEDS: Final = (
         PROTOCOL,
         "            return self._message(Flag.OPEN, signature, carries)\n",
         "            return self._message(Flag.OPEN, signature, lane | carries)\n",
-        ("B12",),
+        ("B12", "B15"),
     ),
     Seed(
         "a joined rank says that it saw no output",
@@ -257,5 +257,12 @@ SEEDS: Final = (
         "            return self._message(Flag.OPEN, signature, carries)\n",
         "            return self._message(Flag.OPEN | Flag.GUESSED, signature, carries)\n",
         ("B12",),
+    ),
+    Seed(
+        "the explorer follows a rank alone that awaits what others have yet to send",
+        "proofs/protocol/explore.py",
+        "if reduced and events and is_answered:",
+        "if reduced and events:",
+        ("B14",),
     ),
 )

@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
+from ..claims import Refuted
 from . import breaks, families
-from .claims import Family, chosen
 from .explore import Explorer
+from .families import Family, chosen
 from .script import Script
 from .state import Issue
 
@@ -41,7 +42,10 @@ def traces(quick: bool) -> Iterator[tuple[Trace, ...]]:
         for script in chosen(family, 6 if quick else 60):
             explorer = Explorer()
             for _ in range(2):
-                trace = _path(explorer, script, draw)
+                try:
+                    trace = _path(explorer, script, draw)
+                except Exception as error:  # of the machine too
+                    raise Refuted(f"{error or type(error).__name__}\n  {script}") from error
                 if trace is not None:
                     yield trace
 
