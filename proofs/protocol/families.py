@@ -154,7 +154,7 @@ def three_ranks() -> Iterator[Script]:
     whole = [step(a) + step() for a in subsets(3)]
     for setup in (THREE, Setup(order=None)):
         yield from (Script(setup, programs) for programs in unordered(whole, 3))
-    two = [_bringing(a, sorted(b)) + step(of=2) for a, b in pairs(2)]
+    two = [_bringing(a, sorted(b)) for a, b in pairs(2)]
     yield from (Script(TWO, programs) for programs in unordered(two, 3))
     same = Setup((4, 8), (4, 8), Agreement.SAME, order=(1, 0))
     declaring = [step(a, of=2) + step(of=2) for a in subsets(2)]

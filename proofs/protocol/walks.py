@@ -81,7 +81,7 @@ def walked(quick: bool) -> Evidence:
     counts = {"walks": 0, "steps": 0, "windows": 0}
 
     @settings(
-        max_examples=60 if quick else 1500,
+        max_examples=60 if quick else 800,
         deadline=None,
         database=None,
         derandomize=True,
