@@ -155,7 +155,7 @@ CLAIMS: Final = (
         "the same of larger groups and models, along paths drawn at random",
         BOUNDED,
         walks.walked,
-        (2_000, 40_000),
+        (1_500, 30_000),
     ),
     Claim(
         "B16",

@@ -21,9 +21,12 @@ TESTIMONIES: Final = ["testimony size", "testimony"]
 def judge(script: Script, reports: Sequence[tuple[Report, ...]]) -> None:
     """Assert that everything went as it should."""
     by_rank = [[report for report in mine if report.is_window] for mine in reports]
+    told = list(map(len, by_rank))
+    due = told[:1] if script.setup.joins else [min(script.windows)]
+    assert told == due * len(told), f"ranks ended {told} windows, due are {due[0]}"
     windows: list[Window] = []
-    for told in zip(*by_rank, strict=False):  # a rank whose program is longer waits for others in its last one
-        windows.append(Window(script, told, windows))
+    for window in zip(*by_rank, strict=True):
+        windows.append(Window(script, window, windows))
         windows[-1].check()
     for rank, mine in enumerate(reports):
         _check_judgements(rank, mine, windows)

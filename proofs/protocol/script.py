@@ -106,6 +106,11 @@ class Script:
     setup: Setup
     programs: tuple[Program, ...]
 
+    @property
+    def windows(self) -> list[int]:
+        """How many windows each rank begins, if none is in a join context."""
+        return [sum(isinstance(step, Backward) and step.synchronises for step in one) for one in self.programs]
+
     def __str__(self) -> str:
         programs = [f"rank {rank}: {'; '.join(map(_brief, one))}" for rank, one in enumerate(self.programs)]
         return "\n  ".join([_brief(self.setup), *programs])

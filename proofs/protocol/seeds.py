@@ -249,7 +249,7 @@ SEEDS: Final = (
         PROTOCOL,
         "            return self._message(Flag.OPEN, signature, carries)\n",
         "            return self._message(Flag.OPEN, signature, lane | carries)\n",
-        ("B12", "B15"),
+        ("B12",),
     ),
     Seed(
         "a joined rank says that it saw no output",

@@ -96,7 +96,7 @@ def walked(quick: bool) -> Evidence:
             while choices := explorer.all_choices(here):
                 here, _ = explorer.after(here, *draw.choice(choices))
                 steps += 1
-            reports = explorer.ended(here)
+            reports = explorer.ended(script, here)
             oracle.judge(script, reports)
         except Exception as error:
             raise Refuted(f"{error or type(error).__name__}\n  {script}") from error
