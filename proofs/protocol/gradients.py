@@ -13,8 +13,8 @@ from knownddp.plan import BucketSpec
 
 MAX_REPEATS = 3  # firings of one parameter in one backward
 MAX_RANKS = 5
-ONE = 60**4  # a firing: divisible by 2 to 5 ranks, four times over ...
-DIGIT_BITS = 32  # ... and a digit holds the sum of many
+ONE = 60**7  # a firing: divisible by 2 to 5 ranks, seven times over ...
+DIGIT_BITS = 56  # ... and a digit holds the sum of many
 
 Grad = int | None
 
