@@ -217,7 +217,7 @@ class Closing:
             window.gradients.restore()
         window.gradients.release()
         if self.protocol.phase is Phase.SETTLING:
-            self.protocol.settled()
+            self.protocol.settled(failed=restore)
         self.window = None
         self.times.mark("closed")
         self.forwards.window_closed()

@@ -99,7 +99,7 @@ class WindowProtocol:
         self._ones = int.from_bytes(b"\1" * num_params, "little")
         self._no_plan = BucketPlan(num_params, ())
         self.countdown = Countdown(num_params)
-        self._since_forward = 0  # the CLOSE lanes of all windows since the last synchronising forward, ORed
+        self._since_forward = 0  # the CLOSE lanes of windows that went well since the last forward, ORed
         self._reset()
 
     def _reset(self) -> None:
@@ -112,6 +112,7 @@ class WindowProtocol:
         self._repeated: list[int] = []
         self._late: set[int] = set()
         self._arrivals: list[int] = []
+        self._told = 0  # the CLOSE lanes of this window, ORed
         self._next = 0
         self._waits_for_end = False
         self.wants_opening = False  # a bucket may go if the agreed set is what this rank takes it for
@@ -331,7 +332,7 @@ class WindowProtocol:
         if message[0] & Flag.CHANGED:
             return Closing(Fault.GRAPH)
         lane = message[HEADER_BYTES:]
-        self._since_forward |= int.from_bytes(lane, "little")
+        self._told = int.from_bytes(lane, "little")
         touched, late_flags = lane.translate(IS_TOUCHED), lane.translate(IS_LATE)
         late = indices_of(late_flags)
         order_due = not self.planner.has_learnt
@@ -344,10 +345,12 @@ class WindowProtocol:
             self.planner.hold(late if self.detects_unused else [i for i in late if self.agreed[i]])
         return Closing(None, touched, late, late_plan, order_due and any(touched))
 
-    def settled(self) -> None:
-        """Gradients are handed back; the window is over."""
+    def settled(self, *, failed: bool = False) -> None:
+        """Gradients are handed back; the window is over. ``failed``: in an error, so nothing is owed for it."""
         self._move(Phase.SETTLING, Phase.IDLE)
         self.window += 1
+        if not failed:
+            self._since_forward |= self._told
 
     def break_off(self) -> None:
         """A collective failed. No window can follow."""

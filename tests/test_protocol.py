@@ -333,12 +333,29 @@ def test_a_window_that_failed_owes_nothing():
     assert [rank.unmet() for rank in ranks] == [()] * 2
 
 
+def test_a_window_whose_late_round_went_wrong_owes_nothing():
+    """Both fire 0 twice, the second time late, and never 1. Packing for the late round fails on one of them."""
+    ranks = group()
+    opening = combine([rank.begin(flags(ALL)) for rank in ranks])
+    for rank in ranks:
+        rank.opened(opening)
+        for i in (0, 0, 2, 3):
+            rank.ready(i)
+        rank.end()
+    message = combine([rank.close(flags(ALL)) for rank in ranks])
+    for rank in ranks:
+        assert rank.closed(message).late == (0,)
+        rank.settled(failed=True)
+    assert [rank.unmet() for rank in ranks] == [()] * 2
+
+
 def test_under_trust_a_rank_judges_by_itself():
     rank = machine(agreement=Agreement.TRUST)
     rank.opened(rank.begin(flags([0, 1])))
     rank.ready(0)
     rank.end()
     rank.closed(rank.close(flags([0, 1])))
+    rank.settled()
     assert rank.unmet() == (1,)
 
 
