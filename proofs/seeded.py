@@ -32,6 +32,7 @@ MODULES: Final = (
     "proofs.protocol.theory_seeds",
     "proofs.protocol.seeds",
     "proofs.layout.seeds",
+    "proofs.pins.seeds",
 )
 
 IN_QUICK_RUNS: Final = 4

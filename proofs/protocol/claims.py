@@ -99,21 +99,21 @@ CLAIMS: Final = (
         "what no_sync accumulated is averaged once, by the next window, on all ranks",
         BOUNDED,
         explored((families.accumulation,), 40, "2 ranks x 3 parameters, every pair of sets"),
-        (3_000, 50_000),
+        (3_000, 45_000),
     ),
     Claim(
         "B8",
         "forwards and backwards need not alternate, and a promise that nobody kept raises on all ranks",
         BOUNDED,
         explored((families.forwards_and_backwards,), 60, "2 ranks x 3 parameters, every pair of sets"),
-        (6_000, 90_000),
+        (6_000, 80_000),
     ),
     Claim(
         "B9",
         'under "same", "trust", detection, a static graph and program order ranks stay in step',
         BOUNDED,
         explored((families.agreements,), 60, "2 ranks x 3 parameters, every pair of sets"),
-        (12_000, 250_000),
+        (12_000, 230_000),
     ),
     Claim(
         "B10",
@@ -127,7 +127,7 @@ CLAIMS: Final = (
         "a faulty opening, a changed graph and a failed late round are errors on all ranks, and the next step is right",
         BOUNDED,
         explored((breaks.faults,), 40, "2 or 3 ranks x 2 or 3 parameters"),
-        (25_000, 600_000),
+        (25_000, 550_000),
     ),
     Claim(
         "B12",
@@ -148,7 +148,7 @@ CLAIMS: Final = (
         "the explorer's short cuts lose nothing: all orders of all ranks have the same ends",
         BOUNDED,
         every_order_is_covered,
-        (40_000, 200_000),
+        (40_000, 170_000),
     ),
     Claim(
         "B15",

@@ -1,0 +1,140 @@
+"""Stand-ins for what ``knownddp.comm`` knows of torch.distributed, so that the shipped ``Collectives`` runs as it is.
+
+The recorder passes everything on and writes down what was started; the simulated group starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms import join as torch_join
+
+import knownddp.ddp
+from knownddp import comm
+
+from .play import Clock
+from .predict import Sent
+
+KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.BOR: "or", dist.ReduceOp.MAX: "max"}
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """What one rank brings."""
+    return tensor.numel() * tensor.element_size()
+
+
+class Passing:
+    """What is not defined here is ``original``'s."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class Recorder(Passing):
+    """torch.distributed, which writes down each collective in ``sent``, and in ``polls`` whether OPEN was back."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(dist)
+        self.clock = clock
+        self.sent: list[Sent] = []
+        self.polls: list[bool] = []
+        self.comm: comm.Collectives | None = None
+
+    def _write_down(self, kind: str, tensor: Tensor, group: object) -> None:
+        lane = "other"
+        if self.comm is not None and group is self.comm._control:
+            lane = "control"
+        elif self.comm is not None and group is self.comm._data:
+            lane = "data"
+        self.sent.append(Sent(kind, lane, nbytes_of(tensor), self.clock.came))
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:
+        self._write_down(KINDS[op], tensor, more["group"])
+        return dist.all_reduce(tensor, op, **more)
+
+    def broadcast(self, tensor: Tensor, **more: Any) -> Any:
+        self._write_down("broadcast", tensor, more["group"])
+        return dist.broadcast(tensor, **more)
+
+    def all_gather(self, found: list[Tensor], tensor: Tensor, **more: Any) -> Any:
+        self._write_down("gather", tensor, more["group"])
+        return dist.all_gather(found, tensor, **more)
+
+
+class AskedWork(Passing):
+    """A handle that writes down what it answers."""
+
+    def __init__(self, work: Any, polls: list[bool]) -> None:
+        super().__init__(work)
+        self._polls = polls
+
+    def is_completed(self) -> bool:
+        self._polls.append(self._original.is_completed())
+        return self._polls[-1]
+
+
+@contextlib.contextmanager
+def recorded(clock: Clock) -> Iterator[Recorder]:
+    """Inside, all that ``knownddp.comm`` starts is written down."""
+    recorder = Recorder(clock)
+
+    class Asked(comm.Collectives):
+        def __init__(self, parent: dist.ProcessGroup, *, own_group: bool) -> None:
+            super().__init__(parent, own_group=own_group)
+            recorder.comm = self
+
+        def combine_or(self, message: Tensor) -> Any:
+            return AskedWork(super().combine_or(message), recorder.polls)
+
+    def over(group: dist.ProcessGroup | None, *, own_group: bool) -> comm.Collectives:
+        assert group is not None
+        return Asked(group, own_group=own_group)
+
+    with (
+        replaced(comm, dist=recorder),
+        replaced(knownddp.ddp, collectives_over=over),
+        replaced(torch_join, warnings=QuietWarnings(warnings)),
+    ):
+        yield recorder
+
+
+@contextlib.contextmanager
+def replaced(module: Any, **names: Any) -> Iterator[None]:
+    """Inside, these names of ``module`` stand for something else."""
+    before = {name: getattr(module, name) for name in names}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+class QuietWarnings(Passing):
+    """The module ``warnings`` for torch's ``Join``, which warns, and sets a filter of its own for the whole process."""
+
+    def warn(self, *_: object) -> None: ...
+
+    def simplefilter(self, *_: object) -> None: ...
+
+
+POISON = 0x5A
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill it with what could not pass for a result: so it stands while a collective has it."""
+    tensor.fill_(float("nan") if tensor.dtype.is_floating_point else POISON)
+
+
+def is_poisoned(tensor: Tensor) -> bool:
+    """Whether nobody wrote there since."""
+    return bool((tensor.isnan() if tensor.dtype.is_floating_point else tensor == POISON).all())
