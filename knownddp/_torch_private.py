@@ -169,6 +169,11 @@ def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides:
     return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(strides))
 
 
+def times_written(tensor: torch.Tensor) -> int:
+    """A count that grows when ``tensor`` is written in place; 0 for one that cannot be, of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class LocalShards:
     """Parameters that were DTensors, held as plain tensors of this rank's part. Only a forward sees DTensors.
 
@@ -228,6 +233,14 @@ def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors lie in the storage of ``tensor``, itself counted."""
     storage = tensor.untyped_storage()  # which counts as a user too; Python has one object for it, however many hold it
     return torch._C._storage_Use_Count(storage._cdata) - 1 + sys.getrefcount(storage) - _USUAL_REFERENCES
+
+
+def tensor_holders(tensor: torch.Tensor) -> int:
+    """How many hold ``tensor`` itself, Python being one of them, however many variables refer to it there.
+
+    The others are a ``.grad``, graphs that saved it, arrays made by way of DLPack.
+    """
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
 def unshard_if_submesh(module: torch.nn.Module, mesh: DeviceMesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import compress
 
 import torch
@@ -25,7 +25,7 @@ from .params import ManagedParams
 from .plan import NOT_PLACED, Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
-from .window import Window
+from .window import LocalBackward, Window
 
 
 class Closing:
@@ -47,6 +47,7 @@ class Closing:
     lock: threading.RLock
     find_unused: bool
     hook: CommHook | None
+    _local: Callable[[], LocalBackward | None]  # the one that runs
     touched_locally: set[int]  # by unsynchronised backwards, since the last window
     last_error: str  # for logging data
     _warned_of_dispute = False
@@ -187,6 +188,14 @@ class Closing:
             self.launch(window, self.protocol.ready(i))
         if unhooked:
             self.nodes.forget()
+
+    def local_ends(self, local: LocalBackward) -> None:
+        """A backward that stayed on this rank is over. Gradients whose hooks did not run count too."""
+        with self.lock:
+            unhooked = set(local.changed()) - self.touched_locally if self._local() is local else ()
+            if unhooked:
+                self.touched_locally.update(unhooked)
+                self.nodes.forget()
 
     def _graph_of(self, window: Window) -> Graph:
         fired, repeated = self.protocol.fired()

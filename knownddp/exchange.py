@@ -16,7 +16,7 @@ from .comm import DONE, Work
 from .errors import GradientTakenError, at_rank
 from .flat import sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms
-from .ownership import can_take, may_be_overwritten
+from .ownership import can_take, may_be_overwritten, sharing
 from .params import NOTHING
 from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
 from .pool import GradientBucket
@@ -59,6 +59,7 @@ class GradientExchange:
         found = [i for i, grad in enumerate(self.held_back) if grad is not None]
         for i in found:
             self._set(i, None)
+        self._entangled = sharing(self.held_back) if found else NOTHING
         # The usual case: all there is to average is what autograd is about to make.
         self._is_plain = not found and not self.elsewhere and not stood_before and terms.contributes
 
@@ -311,9 +312,11 @@ class GradientExchange:
     def _hand_over(self, flight: Flight, touched: bytes) -> None:
         """The parts of a bucket become ``.grad`` as they are."""
         assert flight.filled is not None
-        for i, param, mean in zip(flight.bucket.param_indices, flight.filled.params, flight.means(), strict=True):
+        params, means = flight.filled.params, flight.means()
+        is_alike = flight.filled.is_laid_out_like_params()
+        for i, param, mean in zip(flight.bucket.param_indices, params, means, strict=True):
             if touched[i]:
-                param.grad = mean
+                param.grad = mean if is_alike else with_strides_of(param, mean)
 
     def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:
         """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
@@ -352,11 +355,13 @@ class GradientExchange:
             param.grad = grad
 
     def _set_mean(self, i: int, mean: Tensor) -> None:
-        """In the tensor that was there, for whoever holds on to it; if none was, in the parameter's own strides."""
+        """In the tensor that was there, for whoever holds on to it; if none was, or one that is also the gradient of
+        another parameter, in the parameter's own strides.
+        """
         param, before = self._live[i], self.held_back[i]
         if param is None:
             return
-        if before is not None and can_take(before, mean, param):
+        if before is not None and i not in self._entangled and can_take(before, mean, param):
             param.grad = before.copy_(mean)
         else:
             param.grad = with_strides_of(param, mean)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ._torch_private import storage_users
+from ._torch_private import storage_users, tensor_holders
 from .flat import is_dense
 from .specs import ParamSpec
 
@@ -32,6 +33,13 @@ def can_take(before: Tensor, mean: Tensor, param: Tensor) -> bool:
     )
 
 
+def sharing(grads: Sequence[Tensor | None]) -> frozenset[int]:
+    """Positions of those whose memory begins where that of another does: written in place, one sum would be lost."""
+    starts = [g.data_ptr() if g is not None and g.layout is torch.strided else 0 for g in grads]
+    counts = Counter(starts)
+    return frozenset(i for i, start in enumerate(starts) if start and counts[start] > 1)
+
+
 def may_be_overwritten(param: Tensor, spec: ParamSpec, num_users: int) -> bool:
     """Whether ``param.grad`` is laid out as ``spec`` says and referred to by nobody else, the caller included.
 
@@ -46,6 +54,7 @@ def may_be_overwritten(param: Tensor, spec: ParamSpec, num_users: int) -> bool:
         and grad.stride() == spec.strides
         and not (grad.requires_grad or grad.is_conj() or grad.is_neg() or grad.is_inference())
         and _references_to_grad(param) == _USUAL_REFERENCES
+        and tensor_holders(grad) == 2  # the parameter, and Python
         and storage_users(grad) == num_users
     )
 

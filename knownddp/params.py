@@ -66,18 +66,21 @@ def trainable_of(live: Sequence[nn.Parameter | None]) -> list[bool]:
         return [param is not None and param.requires_grad for param in live]
 
 
-def _fingerprint(live: Sequence[nn.Parameter | None]) -> tuple[list[int], list[int], list[tuple[int, ...]]] | None:
-    """What cannot stay the same where dtype, device, shape or layout change: another dtype or device is other memory.
+# An address tells one device from another, and mostly a change; but freed memory is used again, for other dtypes too.
+_LOOKS: tuple[Callable[[Any], Any], ...] = (Tensor.data_ptr, Tensor.numel, Tensor.stride, operator.attrgetter("dtype"))
+
+
+def _fingerprint(live: Sequence[nn.Parameter | None]) -> list[list[Any]] | None:
+    """What cannot stay the same where dtype, device, shape or layout change.
 
     None if it does not tell: on the meta device, or where a parameter was removed.
     """
     try:
-        addresses = list(map(torch.Tensor.data_ptr, live))  # type: ignore[arg-type]
-        numels = list(map(torch.Tensor.numel, live))  # type: ignore[arg-type]
-        strides = list(map(torch.Tensor.stride, live))  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):
+        found = [list(map(look, live)) for look in _LOOKS]
+    except (RuntimeError, TypeError, AttributeError):
         return None
-    return (addresses, numels, strides) if all(map(operator.or_, addresses, map(operator.not_, numels))) else None
+    addresses, numels, *_ = found
+    return found if all(map(operator.or_, addresses, map(operator.not_, numels))) else None
 
 
 class ManagedParams:
@@ -137,7 +140,8 @@ class ManagedParams:
         self.signature = 0  # 32 bits that ranks with the same dtypes and shapes share
         self._canonical: list[tuple[int, ...]] = []
         self.fits: list[bool] = []  # whether a tensor of dtype and strides of the spec is what ``.grad`` should be
-        self._fingerprint: object = None
+        self._fingerprint: list[list[Any]] | None = None
+        self.moved = False  # whether the last ``refresh`` found any in other memory
         self._state: list[object] = []
 
     def __len__(self) -> int:
@@ -201,8 +205,9 @@ class ManagedParams:
                     self.trainable[i] = False
                     live[i] = before
             is_same = all(map(operator.is_, live, self.live))
-        fingerprint = _fingerprint(live)
-        if is_same and fingerprint is not None and fingerprint == self._fingerprint:
+        fingerprint, seen = _fingerprint(live), self._fingerprint
+        self.moved = fingerprint is None or seen is None or fingerprint[0] != seen[0]
+        if is_same and fingerprint is not None and fingerprint == seen:
             return False
         self._fingerprint = fingerprint
         state: list[object] = []

@@ -8,6 +8,7 @@ caching allocator makes fresh memory cheap, and knows of streams that still read
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -20,6 +21,9 @@ from .plan import BucketSpec
 MAX_SLACK = 2  # memory is used for a bucket that needs no less than this fraction of it
 
 
+_dtype = operator.attrgetter("dtype")
+
+
 class GradientBucket(FlatBucket):
     """A flat bucket of managed parameters.
 
@@ -30,7 +34,7 @@ class GradientBucket(FlatBucket):
         fits: whether the views are what their ``.grad`` should be, in dtype and strides.
     """
 
-    __slots__ = ("fits", "is_whole", "layout", "params")
+    __slots__ = ("_strides", "fits", "is_whole", "layout", "params")
 
     def __init__(self, params: ManagedParams, layout: tuple[int, ...], memory: torch.Tensor | None) -> None:
         super().__init__([params.specs[i] for i in layout], memory)
@@ -38,6 +42,12 @@ class GradientBucket(FlatBucket):
         self.params = [param for i in layout if (param := params.live[i]) is not None]
         self.is_whole = len(self.params) == len(layout)
         self.fits = all(params.fits[i] for i in layout)
+        self._strides = [view.stride() for view in self.views]
+
+    def is_laid_out_like_params(self) -> bool:
+        """Whether that still holds: parameters may be laid out anew between a forward and the end of its backward."""
+        strides = list(map(torch.Tensor.stride, self.params))
+        return strides == self._strides and set(map(_dtype, self.params)) == {self.flat.dtype}
 
 
 class FlatPool:

@@ -41,7 +41,7 @@ from .stock_reducer import StockReducer
 from .window import Debt, LocalBackward, TaskEnd, Window
 
 _numbers = itertools.count()
-_no_backward = weakref.ref(LocalBackward())  # dead at once
+_no_backward = weakref.ref(LocalBackward((), lambda _: None))  # dead at once
 _reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
@@ -188,6 +188,8 @@ class Reducer(Closing, StockReducer):
             self.pool.clear()
             self.nodes.forget()
             self.protocol.may_count = self.params.are_on_one_device()
+        elif self.params.moved:
+            self.nodes.forget()  # they may have been cast and cast back
         self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
@@ -233,8 +235,8 @@ class Reducer(Closing, StockReducer):
                 except BaseException:
                     record.visited = record.visited and self.window is not None
                     raise
-            else:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
-                mark = LocalBackward()
+            elif self._local() is None:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
+                mark = LocalBackward(self.params.live, self.local_ends)
                 private.queue_callback(mark)
                 self._local = weakref.ref(mark)
 

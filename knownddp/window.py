@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,7 +111,29 @@ _ends: weakref.WeakValueDictionary[int, TaskEnd] = weakref.WeakValueDictionary()
 
 
 class LocalBackward:
-    """Queued on the engine in the backward of a ``no_sync`` forward: it is alive as long as that backward runs."""
+    """Queued on the engine in the backward of a ``no_sync`` forward: it is alive as long as that backward runs.
+
+    Args:
+        params: whose gradients it may change.
+        on_end: called at its end.
+    """
+
+    def __init__(self, params: Sequence[Tensor | None], on_end: Callable[[LocalBackward], None]) -> None:
+        self._params = params
+        self._on_end = on_end
+        self._before = self._grads()
 
     def __call__(self) -> None:
-        """Nothing is due at the end."""
+        self._on_end(self)
+
+    def changed(self) -> list[int]:
+        """Which parameters have another gradient by now, whether or not the hook on theirs ran."""
+        pairs = enumerate(zip(self._before, self._grads(), strict=True))
+        return [
+            i for i, (before, now) in pairs if now[0] is not None and (before[0] is not now[0] or before[1] != now[1])
+        ]
+
+    def _grads(self) -> list[tuple[Tensor | None, int]]:
+        """Each gradient, and how often it was written to."""
+        grads = [param.grad if param is not None else None for param in self._params]
+        return [(grad, private.times_written(grad) if grad is not None else 0) for grad in grads]

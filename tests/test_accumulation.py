@@ -342,3 +342,58 @@ def test_synchronised_backwards_without_zeroing_add_up_their_means_on_two_ranks(
 def test_synchronised_backwards_without_zeroing_add_up_their_means_on_three_ranks(ranks):
     """x is 6 k, 12 k, 18 k. a: 12 k, in sum over k = 1, 2, 3: 72; b, used by ranks 1 and 2: 10 k, in sum 60."""
     assert ranks(3, _twice_without_zeroing, 1e-5) == [[72.0, 60.0]] * 3
+
+
+def _shares(rank: int, is_one: bool) -> None:
+    """a: 5 + (1 + 2) / 2; b, used three times: 5 + 3 (1 + 2) / 2; c is unused, and has what was there."""
+    _, model = make(lambda: Scales("a", "b", "c"))
+    x = torch.tensor(rank + 1.0)
+    a, b, c = model.parameters()
+    for _ in range(3):
+        a.grad = c.grad = torch.tensor(5.0)
+        b.grad = a.grad if is_one else a.grad.detach()
+        (model(x, "a b", unused_parameters=["c"]) + model(2 * x, "b", unused_parameters=["a", "c"])).backward()
+        assert grads_of(model) == [6.5, 9.5, 5.0]
+
+
+@pytest.mark.parametrize("is_one", [True, False], ids=["one tensor", "one memory"])
+def test_gradients_that_share_memory_come_apart(ranks, is_one):
+    ranks(2, _shares, is_one)
+
+
+def _loses_hooks(rank: int, cast: Callable[[nn.Parameter], None]) -> None:
+    """A cast and back gives a parameter a new node, without a hook: what accumulates there is averaged all the same.
+
+    a: twice (1 + 2) / 2; b: once; c: in the call that synchronises. d is untouched.
+    """
+    _, model = make(lambda: Scales("a", "b", "c", "d"))
+    x = torch.tensor(rank + 1.0)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model(x, "a b c d").backward()
+        model.zero_grad(set_to_none=True)
+        d = model.module.d.grad = torch.tensor(7.0 + rank)
+        for param in model.parameters():
+            cast(param)
+        for use in ("a b", "a"):
+            with model.no_sync():
+                model(x, use).backward()
+        model(x, "c", unused_parameters=["a", "b", "d"]).backward()
+        assert grads_of(model) == [3.0, 1.5, 1.5, 7.0 + rank]
+        assert model.module.d.grad is d
+
+
+def _to_and_fro(param: nn.Parameter) -> None:
+    param.data = param.data.double()
+    param.data = param.data.float()
+
+
+def _half_for_a_while(param: nn.Parameter) -> None:
+    data = param.data
+    param.data = data.half()
+    param.data = data
+
+
+@pytest.mark.parametrize("cast", [_to_and_fro, _half_for_a_while])
+def test_local_gradients_of_parameters_that_were_cast_and_cast_back_are_averaged(ranks, cast):
+    ranks(2, _loses_hooks, cast)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import Fails, Scales, Skippable, inputs, make, raises_everywhere
@@ -72,6 +73,7 @@ HOLD = {
     "the gradient": lambda grad: grad,
     "an alias": lambda grad: grad.detach(),
     "an array": lambda grad: grad.numpy(),
+    "an array by way of DLPack": np.from_dlpack,
     "a part": lambda grad: grad[0],
     "its storage": lambda grad: _Storage(grad),
 }
@@ -104,6 +106,21 @@ def _keeps(rank: int, hold: str) -> None:
 @pytest.mark.parametrize("hold", HOLD)
 def test_what_somebody_holds_stays_as_it_is(ranks, hold):
     ranks(2, _keeps, hold)
+
+
+def _keeps_storages(rank: int) -> None:
+    plain, model = make()
+    kept: list[tuple[torch.UntypedStorage, list[int]]] = []
+    for step in range(4):
+        step_is_right(plain, model, rank, step)
+        storage = model.module.layers[0].weight.grad.untyped_storage()
+        kept.append((storage, storage.tolist()))
+        del storage
+    assert all(storage.tolist() == bytes_then for storage, bytes_then in kept)
+
+
+def test_a_storage_that_somebody_holds_stays_as_it_is(ranks):
+    ranks(2, _keeps_storages)
 
 
 def _accumulates(rank: int) -> None:
@@ -259,6 +276,60 @@ def _changed(rank: int, change: str) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_parameter_whose_memory_is_seen_otherwise_is_noticed(ranks, change):
     ranks(2, _changed, change)
+
+
+class Summed(nn.Module):
+    """``forward(x)`` is the sum of all elements times x. Autograd has one gradient for both, and copies it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(SIDE, SIDE))
+        self.second = nn.Parameter(torch.ones(SIDE, SIDE))
+
+    def forward(self, x: float) -> Tensor:
+        return ((self.first + self.second) * x).sum()
+
+
+def _grad_of_another(grad: Tensor) -> nn.Parameter:
+    other = nn.Parameter(torch.ones(SIDE, SIDE))
+    other.grad = grad
+    return other
+
+
+@torch.enable_grad()
+def _made_with(grad: Tensor) -> Tensor:
+    return nn.Parameter(torch.ones(())) * grad
+
+
+HOLD_LARGE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "an alias": (lambda grad: grad.detach(), lambda alias: alias),
+    "an array by way of DLPack": (np.from_dlpack, torch.as_tensor),
+    "a storage": (lambda grad: grad.untyped_storage(), lambda storage: torch.empty(0).set_(storage)),
+    "another parameter": (_grad_of_another, lambda other: other.grad),
+    "a graph": (_made_with, lambda made: made.grad_fn._saved_other),
+}
+
+
+def _held_however(rank: int, hold: str, part: str) -> None:
+    keep, values = HOLD_LARGE[hold]
+    _, model = make(Summed)
+    kept: list[Any] = []
+
+    def note(param: Tensor) -> None:
+        kept.append(keep(param.grad))
+
+    model.module.get_parameter(part).register_post_accumulate_grad_hook(note)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model(rank + 1.0).backward()
+        assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in model.parameters())
+    assert all((values(one) == rank + 1.0).all() for one in kept)
+
+
+@pytest.mark.parametrize("part", ["first", "second"])
+@pytest.mark.parametrize("hold", HOLD_LARGE)
+def test_a_large_gradient_that_is_held_in_whatever_way_is_copied(ranks, hold, part):
+    ranks(2, _held_however, hold, part)
 
 
 LAYOUTS = {

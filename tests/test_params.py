@@ -323,6 +323,26 @@ def test_a_changed_shape_is_seen():
     assert (params.specs[0].shape, params.specs[0].numel) == ((5, 2), 10)
 
 
+def test_a_layout_that_changed_where_the_memory_did_not_is_seen():
+    model = nn.Linear(2, 2)
+    params = managed(model)
+    assert not params.refresh()
+    model.weight.data = model.weight.data.t()
+    assert params.refresh() and not params.moved
+    assert params.specs[0].strides == (2, 1) and params.fits == [False, True]
+    model.weight.data = model.weight.data[:1]
+    assert params.refresh() and params.specs[0].shape == (1, 2)
+
+
+def test_memory_that_changed_where_the_layout_did_not_is_told():
+    model = nn.Linear(2, 2)
+    params = managed(model)
+    assert not params.refresh() and not params.moved
+    model.weight.data = model.weight.data.clone()
+    assert not params.refresh() and params.moved
+    assert not params.refresh() and not params.moved
+
+
 @pytest.mark.parametrize(
     "take", [lambda m: setattr(m, "bias", None), lambda m: delattr(m, "bias")], ids=["None", "del"]
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import assert_grads, inputs, make, mean_grads
-from steps import TINY_CAP_MB, from_all_ranks, setups, step_is_right, steps_are_right, world_sizes
+from steps import TINY_CAP_MB, from_all_ranks, setups, square_loss, step_is_right, steps_are_right, world_sizes
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
@@ -328,6 +328,27 @@ def _packed_through(rank: int) -> None:
 @world_sizes
 def test_packed_sequences_go_in_and_come_out(ranks, world_size):
     ranks(world_size, _packed_through)
+
+
+def _laid_out_anew(rank: int, is_late: bool) -> None:
+    """Parameters are turned in place, or between a forward and its backward."""
+    plain, model = make()
+    steps_are_right(plain, model, rank)
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        early = square_loss(model, rank, step) if is_late else None
+        for module in (model.module, plain):
+            for layer in module.layers:
+                weight = layer.weight.data
+                layer.weight.data = weight.t().contiguous().t() if is_late else weight.t()
+        (square_loss(model, rank, step) if early is None else early).backward()
+        assert_grads(model, mean_grads(plain, dist.get_world_size(), lambda m, r, s=step: square_loss(m, r, s)))
+        assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_parameters_may_be_laid_out_anew(ranks, is_late):
+    ranks(2, _laid_out_anew, is_late)
 
 
 def _bitwise(rank: int) -> None:

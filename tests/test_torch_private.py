@@ -389,6 +389,32 @@ def test_users_of_a_storage_are_the_tensors_in_it():
     assert private.storage_users(tensor) == private.storage_users(views[0]) == 4
     del views
     assert private.storage_users(same) == 1
+    storage = tensor.untyped_storage()
+    assert private.storage_users(tensor) == 2
+    del storage
+    assert private.storage_users(tensor) == 1
+
+
+def test_writing_in_place_counts():
+    tensor = torch.ones(2)
+    before = private.times_written(tensor)
+    tensor.add_(1)
+    assert private.times_written(tensor) > before
+    with torch.inference_mode():
+        assert private.times_written(torch.ones(2)) == 0
+
+
+def test_holders_of_a_tensor_are_python_and_others():
+    param, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    grad = torch.ones(4)
+    same = grad
+    assert private.tensor_holders(same) == 1
+    param.grad = other.grad = grad
+    assert private.tensor_holders(grad) == 3
+    other.grad, product = None, other * grad
+    assert private.tensor_holders(grad) == 3
+    del product
+    assert private.tensor_holders(grad) == 2
 
 
 # -- modules

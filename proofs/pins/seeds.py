@@ -47,8 +47,8 @@ SEEDS: Final = (
     Seed(
         "what nobody touched gets a mean",
         "knownddp/exchange.py",
-        "            if touched[i]:\n                param.grad = mean\n",
-        "            param.grad = mean\n",
+        "            if touched[i]:\n                param.grad = mean if is_alike",
+        "            if True:\n                param.grad = mean if is_alike",
         ("P2", "P5"),
     ),
     Seed(
