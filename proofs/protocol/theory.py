@@ -1,4 +1,4 @@
-"""B1 to B5: what holds of the protocol for any number of ranks, parameters and buckets, tied to the shipped machine by
+"""B1 to B4: what holds of the protocol for any number of ranks, parameters and buckets, tied to the shipped machine by
 traces of it, which Coq's kernel computes again or checks the theorems' hypotheses on."""
 
 from __future__ import annotations
