@@ -1,7 +1,8 @@
 """Which parameters travel in which bucket, in launch order, and the memory of plans already made.
 
-A plan is a pure function of the agreed set, the order in which gradients become ready, and the size limits, all of
-which are the same on every rank. So every rank makes the same plan without asking.
+A plan is a pure function of the agreed set, the parameters' sizes, dtypes and devices, the size limits, and what was
+learnt: an order, or that there is none yet, and which parameters are held back. All of that is the same on every rank,
+as it comes from the model, from options and from combined messages. So every rank makes the same plan without asking.
 """
 
 from __future__ import annotations

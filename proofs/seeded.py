@@ -8,7 +8,6 @@ claim that crashes, or a fault that keeps a module from being imported, shows no
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from .claims import BOUNDED, Claim, Evidence, Refuted, ToolMissing
+from .claims import BOUNDED, Claim, Evidence, Refuted, ToolMissing, imported
 from .coqtool import KEEPS_BUILDS, builds
 from .processes import context
 
@@ -57,9 +56,8 @@ class Seed:
 def seeds() -> list[Seed]:
     """All of them."""
     found: list[Seed] = []
-    for module in MODULES:
-        if importlib.util.find_spec(module.rpartition(".")[0]) and importlib.util.find_spec(module):
-            found += importlib.import_module(module).SEEDS
+    for module in imported(MODULES):
+        found += module.SEEDS
     names = [seed.name for seed in found]
     assert len(set(names)) == len(names), f"a name is used twice: {names}"
     return found

@@ -49,7 +49,7 @@ CLAIMS: Final = (
         (1, 1),
         needs_coq=True,
     ),
-    Claim("A12", "the plan is a function of specs, order, limits and set", ALL_SIZES, function_of_specs, (100, 100)),
+    Claim("A12", "what makes a plan can see nothing of a rank or a run", BOUNDED, function_of_specs, (100, 100)),
     Claim("A13", "Coq's kernel gives the assigner's answers", BOUNDED, replay_assign, (300, 3000), needs_coq=True),
     Claim("A14", "Coq's kernel gives the planner's plans", BOUNDED, replay_plan, (100, 1000), needs_coq=True),
     Claim("A15", "torch gives the same assignments", BOUNDED, torch_agrees, (4000, 150_000)),

@@ -244,7 +244,7 @@ Proof.
     unfold missing.
   f_equal. apply filter_ext. intros p. f_equal. f_equal. apply eq_true_iff_eq. rewrite !has_in, <- !in_rev. auto.
 Qed.
-(* B2: a window launches every bucket of the plan once, in plan order, whatever came and whatever did not. *)
+(* B1: a window launches every bucket of the plan once, in plan order, whatever came and whatever did not. *)
 Definition launches_of (s t : state) : list nat := seq (next s) (next t - next s).
 Fixpoint in_turn (s : state) (l : list nat) : list nat :=
   match l with [] => seq (next s) (length plan - next s) | p :: r => launches_of s (ready s p) ++ in_turn (ready s p)

@@ -36,7 +36,7 @@ Proof.
   pose proof (size_pos t). assert (0 <= ranks t * eta) by (apply Rmult_le_pos; [apply ranks_pos|auto]).
   apply Rplus_le_compat; [apply Rmult_le_compat_r|apply Rmult_le_compat_l]; lra.
 Qed.
-(* C8 *)
+(* C10 *)
 Theorem mean_error t : Rabs (computed t - wanted t) <= bound t.
 Proof.
   induction t as [x|a IHa b IHb].

@@ -89,7 +89,7 @@ Proof.
   - rewrite Nat.eqb_refl. auto.
   - destruct (Nat.eqb_spec (place ts e) (place ts f)); auto. f_equal. symmetry. apply (places_differ ts); auto.
 Qed.
-(* C4: what was packed is what is unpacked, whatever the memory held before ... *)
+(* C3: what was packed is what is unpacked, whatever the memory held before ... *)
 Theorem unpack_after_pack ts value m e : Forall laid ts -> is_element ts e -> unpack ts (pack ts value m) e = value e.
 Proof. intros F E. apply written; auto; [apply elements_all|left; apply elements_all; auto]. Qed.
 (* ... and nothing of that is left. *)
@@ -99,7 +99,7 @@ Proof.
   pose proof (unpack_after_pack ts value m e F E) as A. pose proof (unpack_after_pack ts value n e F E) as B.
   unfold unpack in *. congruence.
 Qed.
-(* C5: so an all-reduce of flat tensors combines element (i, j) with element (i, j), whatever strides each rank has its
+(* C4: so an all-reduce of flat tensors combines element (i, j) with element (i, j), whatever strides each rank has its
    own gradients in: [own] is a rank's memory, one for each gradient, and [strides] how each lies there,
      dense or not. *)
 Definition mine (own : nat ->

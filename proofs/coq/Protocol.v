@@ -13,7 +13,7 @@ Theorem arrival_is_irrelevant ms ns : Permutation ms ns -> combined ms = combine
 Proof. induction 1; simpl; try congruence. rewrite !N.lor_assoc. f_equal. apply N.lor_comm. Qed.
 Lemma combined_bit ms b : N.testbit (combined ms) b = existsb (fun m => N.testbit m b) ms.
 Proof. induction ms; simpl; [auto|]. rewrite N.lor_spec, IHms. auto. Qed.
-(* B3: a flag is in the combined message exactly if some rank sent it ... *)
+(* B2: a flag is in the combined message exactly if some rank sent it ... *)
 Theorem some_rank_sent mask ms : N.land (combined ms) mask <> 0%N <-> Exists (fun m => N.land m mask <> 0%N) ms.
 Proof.
   assert (Z : forall a, a <> 0%N <-> exists b, N.testbit a b = true).
@@ -84,7 +84,7 @@ Fixpoint training (s : shared) (messages : list (N * N)) (mine : list local) : l
   | (o, c) :: ms, l :: ls => window (tells s o c) l ++ training (after s o c) ms ls
   | _, _ => []
   end.
-(* B4: every rank issues the same collectives in the same order, in every window, whatever its own backwards did. *)
+(* B3: every rank issues the same collectives in the same order, in every window, whatever its own backwards did. *)
 Theorem common_sequence messages : forall s mine yours, length mine = length messages ->
   length yours = length messages ->
   training s messages mine = training s messages yours.
@@ -130,7 +130,7 @@ Proof.
 Qed.
 Lemma issued_le total l : forall n, waits_for_own total n l -> n <= total.
 Proof. induction l as [|[|k] l IH]; simpl; intros n W; [lia| |apply IH; tauto]. apply IH in W. lia. Qed.
-(* B5: as long as some rank has something left to do, some rank can do it ... *)
+(* B4: as long as some rank has something left to do, some rank can do it ... *)
 Theorem someone_can_go_on total ranks : sound total ranks -> ~ finished ranks -> exists ranks', step ranks ranks'.
 Proof.
   intros W U.

@@ -6,10 +6,12 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Final
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from knownddp import flat
 from knownddp.flat import FlatBucket, canonical_strides, with_strides_of
 from knownddp.specs import BucketKey, ParamSpec
 
@@ -20,6 +22,10 @@ from .strides import Shape, drawn
 KEY: Final = BucketKey(torch.float64, torch.device("cpu"))
 # Layouts in which a rank may have its own gradient of shape (2, 3): row-major, transposed, sliced, sparsely placed.
 LAYOUTS: Final = ((3, 1), (1, 2), (6, 2), (1, 5), (4, 1))
+# How a bucket is packed: whatever there is, or all gradients, as small ones are and as large ones are.
+FILLED, COPIED, ONE_BY_ONE = "filled", "copied", "copied one by one"
+WAYS: Final = (FILLED, COPIED, ONE_BY_ONE)
+DIVISOR: Final = 2  # quotients are exact
 
 
 def spec(shape: Shape, strides: Shape) -> ParamSpec:
@@ -37,12 +43,18 @@ def buckets(number: int) -> Iterator[list[ParamSpec]]:
         yield [spec(*one) for one in chosen]
 
 
-def filled(specs: Sequence[ParamSpec], grads: Sequence[Tensor | None], old: Sequence[Tensor | None]) -> FlatBucket:
-    """A bucket packed over memory that holds NaN."""
+def packed(
+    way: str, specs: Sequence[ParamSpec], grads: Sequence[Tensor | None], old: Sequence[Tensor | None] = ()
+) -> FlatBucket:
+    """A bucket packed over memory that holds NaN; but for ``FILLED`` all gradients are there and nothing is old."""
     try:
-        bucket = FlatBucket(specs)
+        with mock.patch.object(flat, "ONE_BY_ONE_BYTES", 0 if way == ONE_BY_ONE else 2**40):
+            bucket = FlatBucket(specs)
         bucket.flat.fill_(float("nan"))
-        bucket.fill(grads, old, 1)
+        if way == FILLED:
+            bucket.fill(grads, old or [None] * len(specs), DIVISOR)
+        else:
+            bucket.copy([grad for grad in grads if grad is not None], DIVISOR)
     except Exception as error:
         raise Refuted(f"packing raises {error!r} for {[(s.shape, s.strides) for s in specs]}") from error
     return bucket
@@ -54,20 +66,21 @@ def laid_out(values: Tensor, strides: Shape) -> Tensor:
 
 
 def packing_is_undone(quick: bool) -> Evidence:
-    """Values are all different, so that none can stand for another."""
+    """Values are all different, so that none can stand for another. Gradients have the bucket's dtype or another."""
     checked = 0
     for specs in buckets(100 if quick else 2000):
-        numbers = itertools.count(1.0)
-        grads = [
-            torch.tensor([next(numbers) for _ in range(s.numel)], dtype=torch.float64).view(s.shape) for s in specs
-        ]
-        bucket = filled(specs, grads, [None] * len(specs))
-        what = [(s.shape, s.strides) for s in specs]
-        assert sorted(bucket.flat.tolist()) == [1.0 + k for k in range(bucket.flat.numel())], f"lost or stale: {what}"
-        for view, grad in zip(bucket.views, grads, strict=True):
-            assert torch.equal(view, grad), f"mixed up: {what}"
-        checked += bucket.flat.numel()
-    return Evidence(checked, "elements of drawn buckets")
+        numel = sum(s.numel for s in specs)
+        values = DIVISOR * torch.arange(1.0, 1 + numel, dtype=torch.float64)
+        cut = torch.split(values, [s.numel for s in specs])
+        parts = [part.view(s.shape) for part, s in zip(cut, specs, strict=True)]
+        for way, dtype in itertools.product(WAYS, (torch.float64, torch.float32)):
+            bucket = packed(way, specs, [part.to(dtype) for part in parts])
+            what = f"{way}, {dtype}: {[(s.shape, s.strides) for s in specs]}"
+            assert torch.equal(bucket.flat.sort().values, values / DIVISOR), f"lost, stale or not divided: {what}"
+            for view, part in zip(bucket.views, parts, strict=True):
+                assert torch.equal(view, part / DIVISOR), f"mixed up: {what}"
+            checked += numel
+    return Evidence(checked, "elements of drawn buckets, packed in each of three ways")
 
 
 ROW: Final = "list (list (N * N)) * (N * list N) * N"
@@ -97,22 +110,25 @@ def same_element(quick: bool) -> Evidence:
     """Two ranks; their gradients, and what stood there before on the second, lie in any of five ways.
 
     The first has a gradient of 1, 2, ... and nothing from before. The second has one ten times that, or one a thousand
-    times that from before, or both. Of the second parameter neither has any.
+    times that from before, or both. Of the second parameter a rank that fills has none, one that copies has ones.
     """
     checked = 0
-    base = torch.arange(1.0, 7.0, dtype=torch.float64).view(2, 3)
+    base, ones = torch.arange(1.0, 7.0, dtype=torch.float64).view(2, 3), torch.ones(3, dtype=torch.float64)
     ways = [(new, old) for new in (*LAYOUTS, None) for old in (*LAYOUTS, None) if new or old]
     for canonical, first, (new, old) in itertools.product(((3, 1), (1, 2)), LAYOUTS, ways):
         specs = [spec((2, 3), canonical), spec((3,), (1,))]
-        one = filled(specs, [laid_out(base, first), None], [None, None])
         before = laid_out(base * 1000, old) if old else None
-        two = filled(specs, [laid_out(base * 10, new) if new else None, None], [before, None])
-        one.flat.add_(two.flat)
-        what = f"ranks with strides {first} and {new}, {old} before"
-        assert torch.equal(one.views[0], base * (1 + 10 * bool(new) + 1000 * bool(old))), what
-        assert torch.equal(one.views[1], torch.zeros(3, dtype=torch.float64)), "what is None counts as zero"
-        checked += 1
-    return Evidence(checked, "every pair of five layouts, dense and not, with and without a gradient from before")
+        for mine, theirs in itertools.product(WAYS, WAYS if new and not old else (FILLED,)):
+            one = packed(mine, specs, [laid_out(base, first), ones if mine != FILLED else None])
+            grads = [laid_out(base * 10, new) if new else None, ones if theirs != FILLED else None]
+            two = packed(theirs, specs, grads, [before, None])
+            one.flat.add_(two.flat)
+            what = f"ranks with strides {first} ({mine}) and {new} ({theirs}), {old} before"
+            assert torch.equal(one.views[0], base * (1 + 10 * bool(new) + 1000 * bool(old)) / DIVISOR), what
+            ones_there = (mine != FILLED) + (theirs != FILLED)
+            assert torch.equal(one.views[1], ones * ones_there / DIVISOR), f"{what}: what is None counts as zero"
+            checked += 1
+    return Evidence(checked, "every pair of five layouts, dense and not, and of three ways to pack, old ones or not")
 
 
 def handed_back(quick: bool) -> Evidence:

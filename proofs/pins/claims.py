@@ -91,7 +91,7 @@ CLAIMS: Final = (
             4,
             "2 or 3 ranks x 2 or 3 parameters",
         ),
-        (300, 6_000),
+        (300, 4_000),
     ),
     Claim(
         "P3",
@@ -105,7 +105,7 @@ CLAIMS: Final = (
             5,
             "2 or 3 ranks x 2 parameters",
         ),
-        (300, 4_000),
+        (300, 2_700),
     ),
     Claim(
         "P4",

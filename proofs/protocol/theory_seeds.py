@@ -7,6 +7,7 @@ from typing import Final
 from ..seeded import Seed
 
 PROTOCOL: Final = "knownddp/protocol.py"
+COUNTDOWN: Final = "knownddp/countdown.py"
 MESSAGES: Final = "knownddp/messages.py"
 LAUNCH_V: Final = "proofs/coq/Launch.v"
 PROTOCOL_V: Final = "proofs/coq/Protocol.v"
@@ -31,7 +32,7 @@ SEEDS: Final = (
         "each rank decides itself about the order round",
         PROTOCOL,
         "order_due and any(touched)",
-        "order_due and any(self._fired)",
+        "order_due and any(self.countdown.fired)",
         ("B4",),
     ),
     Seed(
@@ -55,6 +56,22 @@ SEEDS: Final = (
         "",
         ("B1",),
     ),
+    Seed(
+        "a hook counts the gradient that fills its bucket",
+        COUNTDOWN,
+        "self.left[bucket] < 2:",
+        "self.left[bucket] < 1:",
+        ("B1",),
+    ),
+    Seed("what a hook counts does not count", COUNTDOWN, "        self.left[bucket] -= 1\n", "", ("B1",)),
+    Seed(
+        "a hook counts a gradient twice",
+        COUNTDOWN,
+        "        self.slots[param_index] = NOT_PLACED\n        self.left",
+        "        self.left",
+        ("B1",),
+    ),
+    Seed("what a hook counted has not come", COUNTDOWN, "        self.fired[param_index] = 1\n", "", ("B1", "B2")),
     Seed("numbers must differ in every byte", PROTOCOL, "return any(a & b", "return all(a & b", ("B2",)),
     Seed(
         "complements are not complements",

@@ -2,6 +2,10 @@
 
 A trace is a list of ``("issue", tag, size in bytes)`` and ``("wait", k)``, k the position of the issue waited for among
 the rank's own. Waits stand where ``Closing._closing_steps`` and ``look_at_opening`` (knownddp/closing.py) have them.
+
+In half of the runs gradients come as hooks bring them: ``ready`` hears only of those that ``Countdown.counts`` does not
+count. In half of these OPEN is looked at after one that was told, where the machine wants it, or at the end, as
+``Closing.may_look_at_opening`` has it; in all others anywhere.
 """
 
 from __future__ import annotations
@@ -34,20 +38,12 @@ class Part:
 
     expected: tuple[int, ...]
     fires: tuple[int, ...]  # one gradient after the other, some again, some that nobody expected
-    opens_after: int  # so many of them come before the opening is looked at
+    opens_after: int  # so many of them come before the opening is there
     declared: tuple[int, ...]
     carried: tuple[int, ...]
     signature: int
     nested: bool
     failed: bool
-
-    @property
-    def early(self) -> tuple[int, ...]:
-        return self.fires[: self.opens_after]
-
-    @property
-    def later(self) -> tuple[int, ...]:
-        return self.fires[self.opens_after :]
 
 
 @dataclass(slots=True)
@@ -60,7 +56,16 @@ class Heard:
     closing: Closing | None = None
     plan: BucketPlan | None = None
     waits_for_end: bool = False
+    opened_after: int = 0  # so many gradients came before the opening was looked at
     launched: list[int] = field(default_factory=list)  # how many buckets, once OPEN was known and after each gradient
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        return self.part.fires[: self.opened_after]
+
+    @property
+    def later(self) -> tuple[int, ...]:
+        return self.part.fires[self.opened_after :]
 
     @property
     def tags(self) -> list[str]:
@@ -70,7 +75,18 @@ class Heard:
 class TracedRank:
     """A rank: the machine and what it issues."""
 
-    def __init__(self, specs: Sequence[ParamSpec], limits: Sequence[int], agreement: Agreement, in_order: bool) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        limits: Sequence[int],
+        agreement: Agreement,
+        in_order: bool,
+        *,
+        counts: bool = False,
+        looks_if_wanted: bool = False,
+    ) -> None:
+        self.counts, self.looks_if_wanted = counts, looks_if_wanted
+        self.counted = 0
         self._nbytes = [spec.nbytes for spec in specs]
         self.machine = WindowProtocol(Planner(specs, limits), len(specs), agreement, detects_unused=False)
         self.machine.in_program_order = in_order
@@ -85,16 +101,34 @@ class TracedRank:
     def wait(self, *which: int) -> None:
         self.trace += [("wait", k) for k in which]
 
+    def gradient(self, i: int) -> range | None:
+        """What may go after it; None if it only counted."""
+        if self.counts and self.machine.countdown.counts(i):
+            self.counted += 1
+            return None
+        return self.machine.ready(i)
+
     def launch(self, tag: str, plan: BucketPlan, positions: Iterable[int]) -> list[int]:
         sizes = [sum(self._nbytes[i] for i in bucket.param_indices) for bucket in plan.buckets]
         return [self.issue(f"{tag} {position}", sizes[position]) for position in positions]
 
 
+def _before_opening(rank: TracedRank, part: Part) -> int:
+    """The gradients before the opening is looked at. Returns how many."""
+    for number, i in enumerate(part.fires):
+        if number >= part.opens_after and not rank.looks_if_wanted:
+            return number
+        told, machine = rank.gradient(i) is not None, rank.machine
+        is_there = number + 1 >= part.opens_after or machine.in_program_order  # in the latter it is waited for
+        if rank.looks_if_wanted and told and is_there and machine.wants_opening:
+            return number + 1
+    return len(part.fires)
+
+
 def _until_closed(rank: TracedRank, heard: Heard, opening: int, message: bytes) -> list[int]:
     """From the begin to the end of the backward. Returns what is to be waited for, nothing if the opening failed."""
     machine, part = rank.machine, heard.part
-    for i in part.early:
-        machine.ready(i)
+    heard.opened_after = _before_opening(rank, part)
     rank.wait(opening)
     heard.opening = machine.opened(message)
     if heard.opening.fault is not None:
@@ -104,8 +138,8 @@ def _until_closed(rank: TracedRank, heard: Heard, opening: int, message: bytes) 
     heard.waits_for_end = machine.in_program_order and any(message[HEADER_BYTES:].translate(IS_UNEVEN))
     flights = rank.launch("bucket", machine.plan, heard.opening.launch)
     heard.launched.append(len(flights))
-    for i in part.later:
-        flights += rank.launch("bucket", machine.plan, machine.ready(i))
+    for i in heard.later:
+        flights += rank.launch("bucket", machine.plan, rank.gradient(i) or ())
         heard.launched.append(len(flights))
     return [*flights, *rank.launch("bucket", machine.plan, machine.end())]
 
@@ -188,16 +222,20 @@ def _part(draw: random.Random, n: int, usual: Sequence[int], signature: int) -> 
 def runs(number: int) -> Iterator[Run]:
     """1 to 4 ranks, 1 to 7 parameters of two dtypes, 1 to 4 windows."""
     draw = random.Random(0)
-    for _ in range(number):
+    for k in range(number):
         n, world_size = draw.randint(1, 7), draw.randint(1, 4)
         sizes = [(draw.randint(0, 3), draw.choice((0, 0, 0, 1)), draw.random() < 0.1) for _ in range(n)]
         specs = [
             ParamSpec("p", (m,), (1,), m, m * KEYS[key].dtype.itemsize, KEYS[key], sparse) for m, key, sparse in sizes
         ]
-        limits = [draw.choice((0, 4, 8, 16, 1000)) for _ in range(draw.randint(1, 2))]
+        limits = [draw.choice((0, 4, 8, 16, 1000, 1000)) for _ in range(draw.randint(1, 2))]
         agreement = draw.choice((Agreement.UNION, Agreement.UNION, Agreement.SAME))
         in_order = draw.random() < 0.3
-        ranks = tuple(TracedRank(specs, limits, agreement, in_order) for _ in range(world_size))
+        how = {"counts": k % 2 == 1, "looks_if_wanted": k % 4 == 3}
+        ranks = tuple(TracedRank(specs, limits, agreement, in_order, **how) for _ in range(world_size))
+        if k % 8 > 3:  # hooks count only where an order is known
+            for rank in ranks:
+                rank.machine.planner.learn(range(n), ())
         windows = []
         for _ in range(draw.randint(1, 4)):
             usual = [i for i in range(n) if draw.random() < 0.7]
