@@ -52,7 +52,8 @@ class KnownDDP(LifeCycle):
         init_sync: check that ranks hold the same model and start from rank 0's values. False: the caller vouches for
             both, and the constructor issues no collective.
         process_group: the ranks to average over; default all.
-        bucket_cap_mb: bucket size in MiB; default 1 for the first bucket and 25 for the others.
+        bucket_cap_mb: bucket size in MiB; default 4 over gloo, elsewhere 1 for the first bucket and 25 for the others.
+            A parameter of 4 MiB or more is a bucket of its own.
         find_unused_parameters: ask the autograd engine at the start of each backward which parameters it will reach.
             What no rank reaches is not sent. Nothing needs to be declared.
         gradient_as_bucket_view: accepted; gradients are views of the reduced buckets either way, except that a tensor
@@ -117,6 +118,7 @@ class KnownDDP(LifeCycle):
             self._options = gather_options(
                 device=choose_device(module, device_ids, output_device),
                 placement=choose_placement(module, device_ids, output_device),
+                backend=comm.backend,
                 broadcast_buffers=broadcast_buffers,
                 forward_sync_buffers=forward_sync_buffers,
                 bucket_cap_mb=bucket_cap_mb,

@@ -25,6 +25,8 @@ MIB = 2**20
 # DistributedDataParallel's: a small first bucket starts the wire early, later ones amortise latency.
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
+# Over gloo latency is soon amortised; smaller buckets overlap more and keep fewer local gradients waiting in memory.
+GLOO_CAP_BYTES = 4 * MIB
 
 STATIC_FINDS = (
     "find_unused_parameters=True does nothing beside static_graph=True: the first backward shows which parameters are "
@@ -77,6 +79,7 @@ def gather_options(
     *,
     device: torch.device | None,
     placement: Placement | None,
+    backend: str,
     broadcast_buffers: bool | None,
     forward_sync_buffers: bool | None,
     bucket_cap_mb: float | None,
@@ -126,7 +129,7 @@ def gather_options(
         placement=placement,
         init_sync_buffers=old if forward_sync_buffers is None else True,
         forward_sync_buffers=old if forward_sync_buffers is None else forward_sync_buffers,
-        cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
+        cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list, backend),
         find_unused_parameters=find_unused_parameters,
         static_graph=static_graph,
         delayed=tuple(name for name, _ in delay_all_reduce_named_params or ()),
@@ -137,10 +140,17 @@ def gather_options(
     )
 
 
-def _cap_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+def default_cap_bytes(backend: str) -> tuple[int, ...]:
+    """Limits where none are given, by the name of the group's backend."""
+    return (GLOO_CAP_BYTES,) if backend == "gloo" else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
+
+
+def _cap_bytes(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, backend: str
+) -> tuple[int, ...]:
     """Limits in bytes: the first for the first bucket and so on, the last one for all others."""
     if bucket_cap_mb is None and not bucket_cap_mb_list:
-        return DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
+        return default_cap_bytes(backend)
     caps = list(bucket_cap_mb_list) if bucket_cap_mb_list else [bucket_cap_mb]
     if not all(cap is not None and 0 < cap < math.inf for cap in caps):
         name = "bucket_cap_mb_list" if bucket_cap_mb_list else "bucket_cap_mb"

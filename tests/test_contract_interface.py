@@ -33,7 +33,7 @@ def _mlp() -> nn.Module:
 @pytest.mark.parametrize(
     ("arguments", "cap", "caps", "default"),
     [
-        ({}, 25 * MIB, [], True),
+        ({}, 4 * MIB, [], True),  # over gloo
         ({"bucket_cap_mb": 2}, 2 * MIB, [], False),
         ({"bucket_cap_mb_list": [1, 8, 4]}, 8 * MIB, [1 * MIB, 8 * MIB, 4 * MIB], False),
     ],
