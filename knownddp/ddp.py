@@ -20,7 +20,14 @@ from .errors import DeclarationError, UsageError
 from .faults import distributed_autograd_error
 from .forwards import ForwardRecord
 from .lifecycle import LifeCycle
-from .options import choose_device, choose_group, choose_placement, gather_options, refuse_own_unused_argument
+from .options import (
+    DEFAULT_CAP_BYTES,
+    choose_device,
+    choose_group,
+    choose_placement,
+    gather_options,
+    refuse_own_unused_argument,
+)
 from .outputs import to_device
 from .params import ManagedParams, Unused
 from .precision import cast_buffers
@@ -156,9 +163,10 @@ class KnownDDP(LifeCycle):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._describe_places(params)
-        self.bucket_bytes_cap = max(self._options.cap_bytes)
-        self.bucket_bytes_cap_list = list(self._options.cap_bytes) if bucket_cap_mb_list else []
+        # What stock says of itself; its default is 25 MiB over any backend.
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap = DEFAULT_CAP_BYTES if self.bucket_bytes_cap_default else max(self._options.cap_bytes)
+        self.bucket_bytes_cap_list = list(self._options.cap_bytes) if bucket_cap_mb_list else []
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()

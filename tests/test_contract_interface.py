@@ -33,7 +33,7 @@ def _mlp() -> nn.Module:
 @pytest.mark.parametrize(
     ("arguments", "cap", "caps", "default"),
     [
-        ({}, 4 * MIB, [], True),  # over gloo
+        ({}, 25 * MIB, [], True),
         ({"bucket_cap_mb": 2}, 2 * MIB, [], False),
         ({"bucket_cap_mb_list": [1, 8, 4]}, 8 * MIB, [1 * MIB, 8 * MIB, 4 * MIB], False),
     ],

@@ -176,7 +176,7 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({}, ([["e", "d", "c", "b", "a"]], [], 4 * MIB, True)),
+        ({}, ([["e", "d", "c", "b", "a"]], [], 25 * MIB, True)),
         ({"bucket_cap_mb": 8 * BYTE}, ([["e", "d"], ["c", "b"], ["a"]], [], 8, False)),
         ({"bucket_cap_mb_list": [4 * BYTE, 8 * BYTE]}, ([["e"], ["d", "c"], ["b", "a"]], [4, 8], 8, False)),
         ({"bucket_cap_mb_list": [12 * BYTE, 4 * BYTE]}, ([["e", "d", "c"], ["b"], ["a"]], [12, 4], 12, False)),
