@@ -19,16 +19,16 @@ ROOT = Path(__file__).parent.parent
 # more a parameter.
 BACKWARD_CALLS = {"known": 1.5, "known-find": 1.6, "known-trust": 1.5}
 FORWARD_CALLS = 0.2
-# Likewise with 16 buckets, which OPEN finds as it comes back at once, or only when the backward is over: then each
-# gradient after the first bucket looks for it. "trust" waits for none.
+# Likewise with 16 buckets, where OPEN comes back at once, or not before the backward is over: then each gradient after
+# the first bucket looks for it. "trust" waits for none.
 BACKWARD_CALLS_AT_ONCE = {"known": 2.4, "known-find": 2.4, "known-trust": 2.4}
 BACKWARD_CALLS_LATE = {"known": 9.8, "known-find": 9.8, "known-trust": 2.4}
 # A quick model has one bucket, which is one message beside OPEN and CLOSE; "trust" has no such messages.
 COLLECTIVES = {"known": 3, "known-find": 3, "known-trust": 1}
 # Each message has a byte a parameter and eleven more; 6 encoder layers have 12 parameters each.
 MESSAGE_BYTES = {"known": 2 * (72 + 11), "known-find": 2 * (72 + 11), "known-trust": 0}
-# What a step asks the allocator for, beyond what the module asks for. Flats, whose parts
-# were the gradients, are used again, also by other sets, so it is next to nothing.
+# What a step asks the allocator for, beyond what the module asks for: next to nothing. Flats, whose parts were the
+# gradients, are used again, also by other sets.
 ASKED_BYTES = 1024
 
 NAMES = ("known", "known-find", "known-trust")
