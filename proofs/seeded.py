@@ -145,5 +145,5 @@ def every_seed_is_caught(quick: bool) -> Evidence:
 
 
 CLAIMS: Final = (
-    Claim("S", "each planted fault is caught by every claim that should", BOUNDED, every_seed_is_caught, (4, 110)),
+    Claim("S", "each planted fault is caught by every claim that should", BOUNDED, every_seed_is_caught, (4, 130)),
 )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from proofs.speed import hosts, model
+from proofs.speed.__main__ import MAX_APART, check
+from proofs.speed.contenders import BY_NAME, Trainee
+from proofs.speed.fake import fake_rank
+from proofs.speed.rank import differences, one_step
 from proofs.speed.simulated import LAYERS, WIDTH, train
 from proofs.speed.workloads import workloads
 
@@ -41,14 +47,45 @@ def test_the_table_is_measured_kept_and_printed(tmp_path):
     few = ["--workloads", "drop-0.5", "--contenders", "ddp-runs-all", "ddp-find", "known", "--rounds", "2"]
     kept = tmp_path / "kept.json"
     printed = _run("proofs.speed", "--quick", "--silent", "--no-host-time", "--json", str(kept), *few)
-    assert printed.endswith("all exact claims hold\n")
     (net,) = json.loads(kept.read_text())["networks"]
     (run,) = net["runs"]
     assert [row["contender"] for row in run["rows"]] == ["plain", "ddp-runs-all", "ddp-find", "known"]
     plain, runs_all, _, known = run["rows"]
     assert known["kept_bytes"] == plain["kept_bytes"] == run["used_bytes"]
     assert runs_all["kept_bytes"] == 2 * run["param_bytes"]  # gradients and buckets
-    assert _run("proofs.speed.table", str(kept)) + "all exact claims hold\n" == printed
+    table = _run("proofs.speed.table", str(kept))
+    assert printed.startswith(table)
+    counts_ours = "others" not in net["network"]
+    assert re.search(rf"^all {2 + counts_ours} exact checks hold\n\Z", printed[len(table) :], re.MULTILINE)
+
+
+def test_gradients_are_compared_with_averaged_ones_of_the_plain_module():
+    """On a fake group of two, whose collectives do nothing: halves. One element of one gradient is enough."""
+    (workload,) = (one for one in workloads(quick=True, drops=(0.5,)) if one.name == "drop-0.5")
+    with fake_rank(0, 2):
+        plain, known = (Trainee(BY_NAME[name], workload, 0, torch.device("cpu")) for name in ("plain", "known"))
+        for one in (plain, known):
+            one_step(one, 0)
+        used = next(p.grad for p in known.module.parameters() if p.grad is not None)
+        assert differences([known, plain]) == {"known": 0.0}
+        one_step(plain, 0)
+        used.view(-1)[3] += 10 * MAX_APART * used.abs().max()
+        assert differences([known, plain])["known"] > MAX_APART
+
+
+def test_what_is_exact_has_bounds_on_both_sides():
+    """Four ranks: 2 x 3 / 4 bytes a byte that is used."""
+
+    def wrong(sent, apart=0.0):
+        row = {"contender": "known", "wire_bytes": sent}
+        run = {"workload": "w", "used_bytes": 10**6, "apart": {"known": apart}, "rows": [row]}
+        net = {"network": "loopback", "world_size": 4, "runs": [run]}
+        found, checks, unchecked = check({"networks": [net], "machine": {"gpu": None}})
+        assert checks == 2 and not unchecked
+        return len(found)
+
+    assert [wrong(sent) for sent in (1_499_999, 1_500_000, 1_540_000, 1_560_000)] == [1, 0, 0, 1]
+    assert wrong(1_500_000, float("nan")) == wrong(1_500_000, 2 * MAX_APART) == 1
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ try:
 except ImportError:  # pragma: no cover
     replicate = None  # type: ignore[assignment]
 
+MIN_GROUP_BYTES = 2**20
 DDP_OPTIONS = frozenset(inspect.signature(DistributedDataParallel).parameters)
 
 
@@ -37,6 +38,7 @@ class Contender:
         drops: which workloads it is for: "never" (all layers are used), "some" (in which some are dropped), "fixed"
             (never, or always the same), "any".
         why_not: why it cannot be used for the other ones.
+        keeps_grads: old gradients are zeroed, not dropped.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Contender:
     needs_option: str = ""
     drops: str = "any"
     why_not: str = ""
+    keeps_grads: bool = False
 
     def refusal(self, workload: Workload) -> str | None:
         """Why it does not take part in ``workload``, or None."""
@@ -88,16 +91,16 @@ class Trainee:
         return self.wrapper(self.inputs, dropped, self.contender.instead, **options).square().mean()
 
     def zero_grad(self) -> None:
-        self.module.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=not self.contender.keeps_grads)
 
-    def fingerprint(self) -> list[float]:
-        """For each layer the norm of its gradient; 0 if it has none, or zeros."""
-        return [_norm(p.grad for p in layer.parameters() if p.grad is not None) for layer in self.module.layers]
+    def gradients(self) -> list[list[Tensor]]:
+        """For each layer those of its parameters, zeros for one that has none."""
+        return [[_gradient(p) for p in layer.parameters()] for layer in self.module.layers]
 
 
-def _norm(grads: Any) -> float:
-    local = (getattr(grad, "_local_tensor", grad) for grad in grads)  # FSDP's are DTensors
-    return sum(float(grad.double().square().sum()) for grad in local) ** 0.5
+def _gradient(param: Tensor) -> Tensor:
+    grad = param.grad if param.grad is not None else torch.zeros_like(param)
+    return getattr(grad, "_local_tensor", grad).detach()  # FSDP's are DTensors
 
 
 def _device_ids(module: nn.Module) -> list[int] | None:
@@ -114,10 +117,11 @@ def _known(**options: Any) -> Callable[[Layers], nn.Module]:
 
 
 def _replicate(module: Layers) -> nn.Module:
-    """One group a layer: a dropped layer's group is not reduced."""
+    """One group a layer: a dropped layer's group is not reduced. Small layers are one group, as buckets would be."""
     mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
     for layer in module.layers:
-        replicate(layer, mesh=mesh)
+        if sum(p.nbytes for p in layer.parameters()) >= MIN_GROUP_BYTES:
+            replicate(layer, mesh=mesh)
     replicated: Any = replicate(module, mesh=mesh)
     return replicated
 
@@ -137,6 +141,14 @@ CONTENDERS = (
     DDP_RUNS_ALL,
     Contender(
         "ddp-view", "DDP gradient_as_bucket_view", _ddp(gradient_as_bucket_view=True), drops="never", why_not=_RAISES
+    ),
+    Contender(
+        "ddp-view-kept",
+        "DDP gradient_as_bucket_view, gradients zeroed",
+        _ddp(gradient_as_bucket_view=True),
+        drops="never",
+        why_not=_RAISES,
+        keeps_grads=True,
     ),
     Contender(
         "ddp-batched",

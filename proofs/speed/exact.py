@@ -13,11 +13,14 @@ import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 
+from knownddp import options
+
 from .contenders import BY_NAME, Contender, Trainee
-from .fake import Recorder, fake_rank, make_complete
+from .fake import FakeCollectives, PromptCollectives, Recorder, fake_rank, make_complete
 from .host_time import NUM_PARAMS, Tiny
 from .memory import of_last_step
 from .rank import WARM_UP_STEPS, one_step
@@ -25,6 +28,7 @@ from .workloads import Workload, workloads
 
 NAMES = ("plain", "ddp", "ddp-find", "known", "known-find", "known-trust")
 CPU = torch.device("cpu")
+NUM_BUCKETS = 16
 
 
 def collectives(contender: Contender, workload: Workload) -> dict[str, int]:
@@ -43,10 +47,10 @@ def collectives(contender: Contender, workload: Workload) -> dict[str, int]:
 
 
 def memory(contender: Contender, workload: Workload) -> dict[str, int]:
-    """Of such a step; ``flats``: how often memory was asked for that could hold half of the used gradients."""
+    """Of such a step; ``asked_bytes``: all that was asked for, beyond what the plain module asks for."""
     found = of_last_step(contender, workload)
-    flats = sum(change >= workload.used_bytes // 2 for change in found.changes)
-    return {"peak_bytes": found.peak_bytes, "kept_bytes": found.kept_bytes, "flats": flats}
+    asked = sum(change for change in found.changes if change > 0)
+    return {"peak_bytes": found.peak_bytes, "kept_bytes": found.kept_bytes, "asked_bytes": asked}
 
 
 def calls(step: Callable[[], object]) -> int:
@@ -67,10 +71,18 @@ def calls(step: Callable[[], object]) -> int:
     return count
 
 
-def python_calls(contender: Contender, num_params: int) -> dict[str, float]:
-    """A parameter, in forward and backward of a step that is not the first."""
+def python_calls(
+    contender: Contender, num_params: int, *, num_buckets: int = 1, collectives: type[FakeCollectives] = FakeCollectives
+) -> dict[str, float]:
+    """A parameter, in forward and backward of a step that is not the first. ``num_buckets``: of KnownDDP."""
     module = Tiny(num_params)
-    wrapper = contender.wrap(module)
+    cap_bytes = sum(p.nbytes for p in module.parameters()) // num_buckets
+    with (
+        mock.patch.object(options, "DEFAULT_FIRST_CAP_BYTES", cap_bytes),
+        mock.patch.object(options, "DEFAULT_CAP_BYTES", cap_bytes),
+        mock.patch("knownddp.ddp.collectives_over", collectives),
+    ):
+        wrapper = contender.wrap(module)
     make_complete(wrapper)
     x = torch.ones(sum(p.numel() for p in module.parameters()))
 
@@ -102,11 +114,14 @@ def measure() -> dict[str, dict[str, float]]:
             row |= collectives(contender, workload)
             row |= memory(contender, workload)
             row |= python_calls(contender, NUM_PARAMS)
+            for how, collectives_ in (("at once", PromptCollectives), ("late", FakeCollectives)):
+                several = python_calls(contender, NUM_PARAMS, num_buckets=NUM_BUCKETS, collectives=collectives_)
+                row[f"calls, {how}"] = several["backward_calls"]
             found[name] = row
     plain = dict(found["plain"])
     for row in found.values():
-        row["forward_calls"] -= plain["forward_calls"]
-        row["backward_calls"] -= plain["backward_calls"]
+        for key in ("asked_bytes", *(key for key in row if "calls" in key)):
+            row[key] -= plain[key]
     return found
 
 

@@ -120,9 +120,8 @@ def steps_with_distinct_sets(count: int) -> bool:
 def hooks(counts: Sequence[int]) -> bool:
     """Time a parameter in a step, beyond that of the plain module, and bytes of the two messages."""
     holds = True
-    print(
-        "steps on a fake group of two: us a parameter beyond the plain module; bytes of the messages about what is used"
-    )
+    print("steps on a fake group of two: us a parameter beyond the plain module (ddp with a hook in Python, one call a")
+    print("bucket, which it needs on that group); bytes of the messages about what is used")
     for count in counts:
         x, us, wraps = torch.ones(count * NUMEL), {}, {}
         names = ("plain", "ddp", "known", "known-find", "known-trust")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .contenders import CONTENDERS, PLAIN
+from .contenders import BY_NAME, CONTENDERS, PLAIN
 from .launch import ROOT, environment
 from .summary import spread
 from .workloads import Dropped
@@ -56,7 +56,7 @@ def measure(num_params: int, rounds: int, device: torch.device) -> list[dict[str
         order = [one.name for one in able]
         random.Random(number).shuffle(order)
         for name in order:
-            modules[name].zero_grad(set_to_none=True)
+            modules[name].zero_grad(set_to_none=not BY_NAME[name].keeps_grads)
             loss = wrappers[name](x).sum()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -116,7 +116,7 @@ def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int, whic
         agreement = 0 if name == "known-trust" else HEADER_BYTES + num_params
         used = buckets(sizes_of(run, used=True), KNOWN_CAPS)
         return step(forward, backward, used, link, world_size, agreement_bytes=agreement)
-    if name in ("ddp", "ddp-runs-all", "times-zero", "zero-function", "ddp-view", "ddp-batched"):
+    if name in ("ddp", "ddp-runs-all", "times-zero", "zero-function", "ddp-view", "ddp-view-kept", "ddp-batched"):
         return step(forward, backward, buckets(sizes_of(run, used=False)), link, world_size)
     if name == "ddp-find":  # sends a map of what is used, an integer a parameter, at the end
         time = step(forward, backward, buckets(sizes_of(run, used=False)), link, world_size)
@@ -174,6 +174,7 @@ def cluster() -> list[str]:
             for tree in (False, True):
                 for some, message in ((everything, 0), (used, agreement), (used, 0)):
                     cells.append(step(0.02, 0.04, some, link, ranks, agreement_bytes=message, tree=tree))
+                cells[-3] += link.all_reduce(4 * PARAMS_A_LAYER * 24, ranks, tree=tree)  # what each rank used
             ms = [f"{1e3 * cell:.1f}" for cell in cells]
             lines.append(
                 f"  {title:<18} {ranks:>5} | {ms[0]:>9} {ms[1]:>8} {ms[2]:>8} | {ms[3]:>9} {ms[4]:>8} {ms[5]:>8} "
