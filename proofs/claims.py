@@ -6,9 +6,8 @@ import importlib
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Final
 
 # Each has CLAIMS. The last plants faults in what the others are about, to see that they notice.
@@ -21,11 +20,6 @@ MODULES: Final = (
     "proofs.gates",
     "proofs.seeded",
 )
-# Not everywhere yet, and passed over where they are not. What else is missing is an error.
-OPTIONAL: Final = frozenset(
-    {"proofs.pins.claims", "proofs.pins.seeds", "proofs.protocol.claims", "proofs.protocol.seeds"}
-)
-
 ALL_SIZES: Final = "all sizes"
 BOUNDED: Final = "bounded"
 
@@ -89,19 +83,11 @@ def is_strict() -> bool:
     return os.environ.get("KNOWNDDP_PROOFS") == "strict"
 
 
-def imported(modules: Iterable[str]) -> Iterator[ModuleType]:
-    """One after the other, without those of ``OPTIONAL`` that are not there."""
-    for name in modules:
-        package = name.rpartition(".")[0]
-        if name not in OPTIONAL or (importlib.util.find_spec(package) and importlib.util.find_spec(name)):
-            yield importlib.import_module(name)
-
-
 def load(names: Iterable[str] = ()) -> list[Claim]:
     """The claims of those names, or all, in the order of ``MODULES``."""
     claims: list[Claim] = []
     wanted = set(names)
-    for module in imported(MODULES):
+    for module in map(importlib.import_module, MODULES):
         claims += module.CLAIMS
         known = [claim.name for claim in claims]
         if wanted and wanted <= set(known):

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from .claims import BOUNDED, Claim, Evidence, Refuted, ToolMissing, imported
+from .claims import BOUNDED, Claim, Evidence, Refuted, ToolMissing
 from .coqtool import KEEPS_BUILDS, builds
 from .processes import context
 
@@ -56,7 +56,7 @@ class Seed:
 def seeds() -> list[Seed]:
     """All of them."""
     found: list[Seed] = []
-    for module in imported(MODULES):
+    for module in map(importlib.import_module, MODULES):
         found += module.SEEDS
     names = [seed.name for seed in found]
     assert len(set(names)) == len(names), f"a name is used twice: {names}"

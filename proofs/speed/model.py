@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from knownddp.buckets import assign
-from knownddp.options import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES
+from knownddp.options import default_cap_bytes
 
 MIB = 2**20
 DDP_CAPS = (1 * MIB, 25 * MIB)
-KNOWN_CAPS = (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
+KNOWN_CAPS = default_cap_bytes("gloo")
 HEADER_BYTES = 11
 PARAMS_A_LAYER = 12  # of a transformer encoder layer
 CLUSTER = (2, 8, 64, 512, 4096)
@@ -159,7 +159,7 @@ def break_even_bytes(link: Link, world_size: int) -> float:
 def cluster() -> list[str]:
     """Half of the layers dropped: all sent, only the used ones sent and agreed upon, or sent on trust."""
     layer = [789_760 * 4 // PARAMS_A_LAYER] * PARAMS_A_LAYER
-    everything, used = buckets(layer * 24), buckets(layer * 12, KNOWN_CAPS)
+    everything, used = buckets(layer * 24), buckets(layer * 12)
     agreement = HEADER_BYTES + PARAMS_A_LAYER * 24
     lines = [
         "Half of 24 layers (37.9 of 75.8 MB) dropped, 20 ms of forward and 40 ms of backward. A step in ms when all",
