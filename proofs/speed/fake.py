@@ -50,13 +50,13 @@ class PromptCollectives(FakeCollectives):
 
 
 @contextmanager
-def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is rank ``rank`` of ``world_size``."""
+def fake_rank(rank: int, world_size: int, kind: type[FakeCollectives] = FakeCollectives) -> Iterator[None]:
+    """Inside, this process is rank ``rank`` of ``world_size``. ``kind``: those of KnownDDP."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
-            mock.patch.object(knownddp.ddp, "collectives_over", FakeCollectives),
-            mock.patch.object(knownddp.lifecycle, "collectives_over", FakeCollectives),
+            mock.patch.object(knownddp.ddp, "collectives_over", kind),
+            mock.patch.object(knownddp.lifecycle, "collectives_over", kind),
         ):
             yield
     finally:

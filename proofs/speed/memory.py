@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from .contenders import BY_NAME, Contender, Trainee
-from .fake import fake_rank, make_complete
+from .fake import PromptCollectives, fake_rank, make_complete
 from .launch import ROOT, environment
 from .rank import WARM_UP_STEPS, one_step
 from .task import Task
@@ -105,7 +105,8 @@ def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     device = torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu")
     found = {}
-    with fake_rank(0, task.world_size):
+    # As on a link that is quick beside a backward; else all buckets would wait for its end.
+    with fake_rank(0, task.world_size, PromptCollectives):
         for workload in task.chosen_workloads():
             able = [one for name in task.contenders if (one := BY_NAME[name]).refusal(workload) is None]
             found[workload.name] = {one.name: peak_of(one, workload, device) for one in able}
