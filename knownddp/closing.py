@@ -182,10 +182,13 @@ class Closing:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
     def _count_unhooked(self, window: Window) -> None:
-        """Gradients whose hooks did not run, as their parameters were cast and cast back since: they count too."""
+        """Gradients whose hooks did not run, as their parameters were cast and cast back since: they count too.
+
+        What they fill is launched with the rest, where an error is told to all ranks.
+        """
         unhooked = window.gradients.unhooked()
         for i in unhooked:
-            self.launch(window, self.protocol.ready(i))
+            self.protocol.ready(i)
         if unhooked:
             self.nodes.forget()
 

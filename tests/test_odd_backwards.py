@@ -104,6 +104,30 @@ def test_running_out_of_memory_in_a_launch_raises_on_all_ranks(ranks, bucket):
     ranks(3, _fails_to_launch, bucket)
 
 
+def _fails_to_launch_unhooked(rank: int) -> None:
+    """As above for gradients whose hooks did not run: cast and cast back in place, parameters have new nodes."""
+    plain, model = make(bucket_cap_mb=1e-5)
+    for step in range(2):
+        _step_is_right(plain, model, rank, seed=step)
+    model.zero_grad(set_to_none=True)
+    for param in model.parameters():
+        memory = param.data
+        param.data = memory.double()
+        param.data = memory
+    loss = _loss(model, rank, 2)
+    if rank == 1:
+        with _failing(1), pytest.raises(MemoryError):
+            loss.backward()
+    else:
+        assert "rank 1" in raises_everywhere(loss.backward, PeerFailedError)
+    assert all(p.grad is None for p in model.parameters())
+    _step_is_right(plain, model, rank, seed=3)
+
+
+def test_running_out_of_memory_for_gradients_without_hooks_raises_on_all_ranks(ranks):
+    ranks(2, _fails_to_launch_unhooked)
+
+
 # -- gradients past the outputs
 
 

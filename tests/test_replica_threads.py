@@ -318,7 +318,10 @@ def test_a_thread_that_cannot_be_started_ends_the_others(monkeypatch):
 
 
 class _Interrupting(Failing):
-    """The last replica interrupts the caller, who waits for it, and goes on for a while."""
+    """The last replica interrupts the caller, who waits for it, and goes on for a while.
+
+    The sleeps order nothing: they leave room for the caller to come to its wait, and to go away too early.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if threading.current_thread().name == "knownddp replica 2":
