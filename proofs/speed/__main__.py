@@ -42,7 +42,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="keep what was measured here")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw it as PNGs (pip install -e '.[plot]')")
     parser.add_argument("--silent", action="store_true", help="no progress bar")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    known = [one.name for one in workloads(quick=options.quick, drops=options.drops)]
+    unknown = sorted(set(options.workloads) - set(known))
+    if unknown:
+        parser.error(f"no workload is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return options
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ CONTENDERS = (
         drops="some",
         why_not=_NOTHING,
     ),
-    Contender("replicate", "FSDP2 replicate, a group a layer", _replicate),
+    Contender("replicate", "FSDP2 replicate", _replicate),
     Contender("known", "KnownDDP, declared", _known(), declares=True),
     Contender("known-find", "KnownDDP, detected", _known(find_unused_parameters=True)),
     Contender("known-trust", "KnownDDP, trust", _known(unused_agreement="trust"), declares=True),

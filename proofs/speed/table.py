@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,4 +84,6 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text())))
+    parser = argparse.ArgumentParser(prog="python -m proofs.speed.table", description=__doc__)
+    parser.add_argument("file", type=Path, help="what --json kept")
+    print(markdown(json.loads(parser.parse_args().file.read_text())))
