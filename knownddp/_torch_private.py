@@ -330,5 +330,12 @@ def rnn_weights(rnn: nn.RNNBase) -> tuple[object, object]:
 
 
 def set_rnn_weights(rnn: nn.RNNBase, lists: tuple[object, object]) -> None:
-    """Put back what ``rnn_weights`` returned. An RNN that finds other tensors in its parameters makes new lists."""
-    rnn._flat_weights, rnn._flat_weight_refs = lists  # type: ignore[assignment]
+    """Put back what ``rnn_weights`` returned, if it is of the tensors that stand in the parameters' places.
+
+    An RNN makes new lists as its forward begins, if it finds other tensors there. Lists that were kept before it did so
+    are of the tensors that stood there earlier, and would be wrong in the middle of a forward of another thread.
+    """
+    weights: Any = lists[0]
+    names = rnn._flat_weights_names
+    if all(weight is getattr(rnn, name, None) for weight, name in zip(weights, names, strict=True)):
+        rnn._flat_weights, rnn._flat_weight_refs = lists  # type: ignore[assignment]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from knownddp import KnownDDP
+from knownddp.precision import Casts
 
 both_kinds = pytest.mark.parametrize("reentrant", [False, True])
 every_world_size = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -379,3 +380,22 @@ def _out_of_sight(rank: int) -> None:
 
 def test_a_checkpoint_whose_result_is_not_returned_raises(ranks):
     ranks(2, _out_of_sight)
+
+
+def _stale_lists(rank: int) -> None:
+    """Two sets of casts are up, of which the first was never run: what an RNN keeps then is not of the parameters."""
+    _, model = make(lambda: nn.LSTM(3, 2), mixed_precision=FLOAT_WIRE)
+    lstm, low = model.module, model._low_precision
+    first, second = Casts(), Casts()
+    low.put_up(first)
+    low.put_up(second)
+    output, _ = lstm(torch.ones(1, 3, dtype=torch.bfloat16))
+    assert output.dtype is torch.bfloat16
+    low.take_down(second, is_last_use=False)
+    assert {weight.dtype for weight in lstm._flat_weights} == {torch.bfloat16}
+    low.take_down(first, is_last_use=False)
+    assert all(a is b for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True))
+
+
+def test_an_rnn_keeps_no_weights_of_what_stood_there_before(ranks):
+    ranks(1, _stale_lists)
