@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
@@ -167,6 +168,13 @@ def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides:
     """A tensor over ``flat``'s storage that autograd does not take for a view, so that ``detach_()`` works on it."""
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(strides))
+
+
+def looks_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that tells whether ``tensors`` still have the types, dtypes, devices, shapes, strides and
+    requires_grad that they have now. It may say no where that is so: under another autocast or inference mode.
+    """
+    return TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
 
 
 def times_written(tensor: torch.Tensor) -> int:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from . import _torch_private as private
-from .comm import Collectives, Work
+from .comm import Collectives
 from .errors import ModelError, shorten
+from .works import Work
 
 # Stock DDP broadcasts a model in pieces of this size.
 CHUNK_BYTES = 250 * 2**20

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .buffers import BufferSync
-from .comm import DONE, Collectives, Work
+from .comm import Collectives
 from .comm_hooks import CommHook
 from .errors import KnownDDPError, at_rank
 from .faults import Testimony, dispute_message, error_for
@@ -26,6 +26,7 @@ from .plan import NOT_PLACED, Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import LocalBackward, Window
+from .works import DONE, Work
 
 
 class Closing:

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from . import _torch_private as private
-from .comm import Collectives, Work
+from .comm import Collectives
 from .errors import ArgumentError, CommHookError, CommHookTypeError
 from .flat import sliced
 from .plan import BucketSpec
 from .specs import ParamSpec
+from .works import Work
 
 
 class GradBucket:

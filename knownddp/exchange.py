@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Generator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from itertools import compress, repeat
 from typing import TypeGuard
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import _torch_private as private
 from ._torch_private import storage_view
-from .comm import DONE, Work
-from .errors import GradientTakenError, at_rank
+from .errors import at_rank
+from .faults import gradient_taken_error
 from .flat import sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms
 from .ownership import can_take, may_be_overwritten, sharing
@@ -21,8 +21,11 @@ from .params import NOTHING
 from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
 from .pool import GradientBucket
 from .specs import BucketKey
+from .works import DONE, Work
 
 _open: list[GradientExchange] = []
+
+_grad_of: Callable[[Tensor | None], Tensor | None] = operator.attrgetter("grad")
 
 
 class GradientExchange:
@@ -49,14 +52,16 @@ class GradientExchange:
         self._stood_before = stood_before
         self._flights: list[Flight] = []
         self._late_flights: list[Flight] = []
-        self._has_travelled = bytearray(len(params))  # what was held back is on its way
+        self._launched: list[BucketSpec] = []  # lately; see ``_has_travelled``
+        self._travelled = bytearray(len(params))
         self._late_means: dict[int, Tensor] = {}
         self._live, self.elsewhere = params.live, NOTHING
         if _open:
             self._leave_out(set().union(*(other.ids() for other in _open)))
         _open.append(self)
-        self.held_back: list[Tensor | None] = [p.grad if p is not None else None for p in self._live]
-        found = [i for i, grad in enumerate(self.held_back) if grad is not None]
+        self.held_back = _grads_of(self._live)
+        is_clear = all(map(operator.is_, self.held_back, repeat(None)))
+        found = [] if is_clear else [i for i, grad in enumerate(self.held_back) if grad is not None]
         for i in found:
             self._set(i, None)
         self._entangled = sharing(self.held_back) if found else NOTHING
@@ -80,11 +85,10 @@ class GradientExchange:
 
     def unhooked(self) -> list[int]:
         """Parameters that received a gradient without their hook: theirs is a new node since they were cast, say."""
-        return [
-            i
-            for i, (param, fired) in enumerate(zip(self._live, self._fired, strict=True))
-            if not fired and param is not None and param.grad is not None
-        ]
+        if 0 not in self._fired:
+            return []
+        silent = compress(enumerate(self._live), map(operator.not_, self._fired))
+        return [i for i, param in silent if param is not None and param.grad is not None]
 
     @torch.no_grad()
     def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int, firing: int = NOT_PLACED) -> None:
@@ -96,9 +100,7 @@ class GradientExchange:
         divisor = 1 if self._terms.hook is not None else self._terms.divisor
         with private.profiled("knownddp::pack"):
             filled, flat, packed = self._pack(bucket, divisor, firing)
-        has_travelled = self._has_travelled
-        for i in bucket.param_indices:
-            has_travelled[i] = 1
+        self._launched.append(bucket)
         self._give_up(bucket, filled)
         numel = flat._values().numel() if bucket.is_sparse else flat.numel()
         self._counters.bytes_reduced += numel * flat.element_size()
@@ -115,7 +117,7 @@ class GradientExchange:
         if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first, firing):
             return self._in_place(bucket, divisor)
         filled = self._pool.take(bucket)
-        grads = [param.grad for param in filled.params]
+        grads = _grads_of(filled.params)
         if not filled.is_whole or not _are_all_there(grads):
             return self._pack_any(bucket, divisor, filled)
         self._wait_for_streams(bucket, grads)
@@ -132,11 +134,12 @@ class GradientExchange:
     ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
         """Likewise, whatever there is and is not. ``filled``: where to put it, if that was taken already."""
         grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
+        travelled = self._has_travelled()
         for i, grad in zip(bucket.param_indices, grads, strict=True):
-            if grad is None and self._fired[i] and not self._has_travelled[i] and i not in self._stood_before:
-                raise gradient_taken(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
+            if grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before:
+                raise gradient_taken_error(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
         if self._terms.contributes:
-            held_back = [None if self._has_travelled[i] else self.held_back[i] for i in bucket.param_indices]
+            held_back = [None if travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
             held_back = [None] * len(grads)
         self._wait_for_streams(bucket, grads)
@@ -146,6 +149,14 @@ class GradientExchange:
         filled = filled or self._pool.take(bucket)
         filled.fill(grads, held_back, divisor)
         return filled, filled.flat, filled.views
+
+    def _has_travelled(self) -> bytearray:
+        """A byte for each parameter: 1 if what was held back of it is on its way."""
+        for bucket in self._launched:
+            for i in bucket.param_indices:
+                self._travelled[i] = 1
+        self._launched.clear()
+        return self._travelled
 
     def _in_place(self, bucket: BucketSpec, divisor: int) -> tuple[None, Tensor, list[Tensor]]:
         """Likewise, in the gradient's own memory."""
@@ -193,7 +204,7 @@ class GradientExchange:
             flight.work = self._terms.hook.run(bucket, flat, specs, params, is_last=is_last, generation=generation)
         # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
         elif bucket.is_sparse or flat.numel():
-            flight.work = self._comm.all_reduce_sum(flat)
+            flight.work = self._comm.all_reduce_sum(flat, is_waited_for=is_last)
 
     def _wait_for_streams(self, bucket: BucketSpec, grads: Sequence[Tensor | None]) -> None:
         """Order packing behind accumulations on other streams, and keep their memory until it is done."""
@@ -300,8 +311,9 @@ class GradientExchange:
                 else:
                     self._set(i, self.held_back[i])
         if not self._is_plain:
+            travelled = self._has_travelled()
             for i, before in enumerate(self.held_back):
-                if before is not None and not self._has_travelled[i] and i not in late:
+                if before is not None and not travelled[i] and i not in late:
                     self._set(i, before)
         for flight in self._late_flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
@@ -313,10 +325,12 @@ class GradientExchange:
         """The parts of a bucket become ``.grad`` as they are."""
         assert flight.filled is not None
         params, means = flight.filled.params, flight.means()
-        is_alike = flight.filled.is_laid_out_like_params()
-        for i, param, mean in zip(flight.bucket.param_indices, params, means, strict=True):
-            if touched[i]:
-                param.grad = mean if is_alike else with_strides_of(param, mean)
+        if not flight.filled.is_laid_out_like_params():
+            means = list(map(with_strides_of, params, means))
+        are_touched = list(map(touched.__getitem__, flight.bucket.param_indices))
+        pairs = zip(params, means, strict=True)
+        for param, mean in pairs if all(are_touched) else compress(pairs, are_touched):
+            param.grad = mean
 
     def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:
         """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
@@ -367,6 +381,14 @@ class GradientExchange:
             param.grad = with_strides_of(param, mean)
 
 
+def _grads_of(params: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What stands in ``.grad``; of one that was removed nothing does."""
+    try:
+        return list(map(_grad_of, params))
+    except AttributeError:
+        return [param.grad if param is not None else None for param in params]
+
+
 def _are_all_there(grads: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
     """Whether none is None. (``None in grads`` would compare the elements of each.)"""
     return all(map(operator.is_not, grads, repeat(None)))
@@ -376,11 +398,3 @@ def is_held_elsewhere(param: Tensor, here: GradientExchange | None) -> bool:
     """Whether an open window of another wrapper has ``param``."""
     alone = len(_open) == (here is not None)  # the usual case, at no cost
     return not alone and any(other is not here and id(param) in other.ids() for other in _open)
-
-
-def gradient_taken(where: str, name: str) -> GradientTakenError:
-    """The exception for a ``.grad`` that is gone before it could be averaged."""
-    return GradientTakenError(
-        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks.\n"
-        "Fix: step optimizers and clear gradients after backward()."
-    )

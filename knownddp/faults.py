@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .errors import (
     BrokenTrustError,
     CompiledBackwardError,
+    GradientTakenError,
     GraphChangedError,
     HiddenOutputError,
     InternalError,
@@ -201,4 +202,12 @@ def dispute_message(where: str, names: Sequence[str]) -> str:
         f"{where} ranks declared different unused parameters; those that any rank uses are reduced "
         f"on all ({shorten(names)}). This is right but costs their bytes. To save them draw the same layers on every "
         "rank (knownddp.LayerDropSampler); stats().bytes_disputed counts them."
+    )
+
+
+def gradient_taken_error(where: str, name: str) -> GradientTakenError:
+    """The exception for a ``.grad`` that is gone before it could be averaged."""
+    return GradientTakenError(
+        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks.\n"
+        "Fix: step optimizers and clear gradients after backward()."
     )

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .comm import Collectives, Work
+from .comm import Collectives
 from .comm_hooks import CommHook, HookedWork
 from .params import ManagedParams
 from .plan import BucketSpec
 from .pool import FlatPool, GradientBucket
 from .stats import Counters
+from .works import Work
 
 
 @dataclass(slots=True)

@@ -68,9 +68,9 @@ class GradientNodes:
 
         def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
             bucket = slots[param_index]  # as in ``Countdown.counts``
-            if bucket >= 0 and left[bucket] > 1 and grads[0] is not None:
+            if bucket >= 0 and (num_left := left[bucket]) > 1 and grads[0] is not None:
                 slots[param_index] = NOT_PLACED
-                left[bucket] -= 1
+                left[bucket] = num_left - 1
                 fired[param_index] = 1
                 return
             report = on_ready()

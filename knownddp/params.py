@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from . import _torch_private as private
 from .errors import DeclarationError, DeviceError, ModelError, UnknownParameterError, shorten
 from .flat import canonical_strides, is_dense, row_major
 from .ownership import COUNTS_TELL
@@ -66,21 +67,18 @@ def trainable_of(live: Sequence[nn.Parameter | None]) -> list[bool]:
         return [param is not None and param.requires_grad for param in live]
 
 
-# An address tells one device from another, and mostly a change; but freed memory is used again, for other dtypes too.
-_LOOKS: tuple[Callable[[Any], Any], ...] = (Tensor.data_ptr, Tensor.numel, Tensor.stride, operator.attrgetter("dtype"))
-
-
-def _fingerprint(live: Sequence[nn.Parameter | None]) -> list[list[Any]] | None:
-    """What cannot stay the same where dtype, device, shape or layout change.
-
-    None if it does not tell: on the meta device, or where a parameter was removed.
-    """
+def _addresses(live: Sequence[nn.Parameter | None]) -> list[int] | None:
+    """Where they lie; None if that does not tell: on the meta device, or where a parameter was removed."""
     try:
-        found = [list(map(look, live)) for look in _LOOKS]
-    except (RuntimeError, TypeError, AttributeError):
+        found = list(map(Tensor.data_ptr, live))  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
         return None
-    addresses, numels, *_ = found
-    return found if all(map(operator.or_, addresses, map(operator.not_, numels))) else None
+    silent = [param for at, param in zip(found, live, strict=True) if not at] if 0 in found else ()
+    return found if all(param is not None and not param.numel() for param in silent) else None
+
+
+def _never(*_: object) -> bool:
+    return False
 
 
 class ManagedParams:
@@ -140,7 +138,8 @@ class ManagedParams:
         self.signature = 0  # 32 bits that ranks with the same dtypes and shapes share
         self._canonical: list[tuple[int, ...]] = []
         self.fits: list[bool] = []  # whether a tensor of dtype and strides of the spec is what ``.grad`` should be
-        self._fingerprint: list[list[Any]] | None = None
+        self._look_alike: Callable[..., bool] = _never  # whether parameters look as they did when last read
+        self._addresses: list[int] | None = None
         self.moved = False  # whether the last ``refresh`` found any in other memory
         self._state: list[object] = []
 
@@ -197,19 +196,24 @@ class ManagedParams:
         live = list(itertools.starmap(_parameter_at, self._homes))
         if self.masters:  # a forward inside of a forward, or of a backward that runs modules again
             live = [cast("nn.Parameter | None", self.masters.get(id(param), param)) for param in live]
-        self.trainable = trainable_of(live)
         is_same = all(map(operator.is_, live, self.live))
+        stand_ins: list[int] = []
         if not is_same:
             for i, (param, before) in enumerate(zip(live, self.live, strict=True)):
                 if param is not None and param is not before and not isinstance(param, nn.Parameter):
-                    self.trainable[i] = False
+                    stand_ins.append(i)
                     live[i] = before
             is_same = all(map(operator.is_, live, self.live))
-        fingerprint, seen = _fingerprint(live), self._fingerprint
-        self.moved = fingerprint is None or seen is None or fingerprint[0] != seen[0]
-        if is_same and fingerprint is not None and fingerprint == seen:
+        addresses, seen = _addresses(live), self._addresses
+        self.moved, self._addresses = addresses is None or addresses != seen, addresses
+        # Looks must be compared too: freed memory is used again.
+        if is_same and not stand_ins and self._look_alike(*live):
             return False
-        self._fingerprint = fingerprint
+        self.trainable = trainable_of(live)
+        for i in stand_ins:
+            self.trainable[i] = False
+        whole = [param for param in live if param is not None]
+        self._look_alike = private.looks_of(whole) if len(whole) == len(live) and not stand_ins else _never
         state: list[object] = []
         for param in live:
             state += (param.dtype, param.device, param.shape, param.stride()) if param is not None else ()
@@ -224,6 +228,10 @@ class ManagedParams:
         ]
         self.signature = self._sign()
         return True
+
+    def trainable_now(self) -> list[bool]:
+        """Which of the parameters that were read require a gradient by now."""
+        return self.trainable if self._look_alike(*self.live) else trainable_of(self.live)
 
     def are_on_one_device(self) -> bool:
         """Whether the engine runs the hooks of all of them on one thread."""

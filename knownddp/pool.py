@@ -9,10 +9,11 @@ caching allocator makes fresh memory cheap, and knows of streams that still read
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from . import _torch_private as private
 from .flat import FlatBucket
 from .ownership import COUNTS_TELL
 from .params import ManagedParams
@@ -34,7 +35,7 @@ class GradientBucket(FlatBucket):
         fits: whether the views are what their ``.grad`` should be, in dtype and strides.
     """
 
-    __slots__ = ("_strides", "fits", "is_whole", "layout", "params")
+    __slots__ = ("_is_alike", "_look_alike", "_strides", "fits", "is_whole", "layout", "params")
 
     def __init__(self, params: ManagedParams, layout: tuple[int, ...], memory: torch.Tensor | None) -> None:
         super().__init__([params.specs[i] for i in layout], memory)
@@ -43,11 +44,16 @@ class GradientBucket(FlatBucket):
         self.is_whole = len(self.params) == len(layout)
         self.fits = all(params.fits[i] for i in layout)
         self._strides = [view.stride() for view in self.views]
+        self._look_alike: Callable[..., bool] | None = None  # whether parameters look as they did lately ...
+        self._is_alike = False  # ... when this was so
 
     def is_laid_out_like_params(self) -> bool:
         """Whether that still holds: parameters may be laid out anew between a forward and the end of its backward."""
-        strides = list(map(torch.Tensor.stride, self.params))
-        return strides == self._strides and set(map(_dtype, self.params)) == {self.flat.dtype}
+        if self._look_alike is None or not self._look_alike(*self.params):
+            strides = list(map(torch.Tensor.stride, self.params))
+            self._is_alike = strides == self._strides and set(map(_dtype, self.params)) == {self.flat.dtype}
+            self._look_alike = private.looks_of(self.params)
+        return self._is_alike
 
 
 class FlatPool:

@@ -8,7 +8,8 @@ places still meet in a message, and every rank learns the same from it.
 [Note: launch order] Collectives of different ranks pair up by their order alone. So bucket k is launched when it is
 full, the agreed set is known, and every bucket before k was launched.
 
-[Note: guess] Until OPEN is back gradients are counted as if all ranks expected what this one does; mostly they do.
+[Note: guess] Until OPEN is back gradients are counted as if all ranks expected what this one does; mostly they do. Once
+the first bucket is full, every few gradients and every full bucket are an occasion to look whether OPEN is back.
 
 [Note: late] A gradient for a parameter outside the agreed set, or a second one after its bucket left, is late. CLOSE
 tells every rank, and one more round, which all know to be due, reduces the late ones.
@@ -67,6 +68,8 @@ class Phase(Enum):
     BROKEN = auto()  # a collective failed: ranks may be out of step, nothing leads out
 
 
+LOOK_EVERY: Final = 4  # gradients; looking takes as long as hooks take for ten
+
 NEXT: Final = {
     Phase.IDLE: {Phase.OPENING},
     Phase.OPENING: {Phase.REDUCING, Phase.IDLE},  # IDLE: the opening itself was an error, on every rank
@@ -115,6 +118,7 @@ class WindowProtocol:
         self._told = 0  # the CLOSE lanes of this window, ORed
         self._next = 0
         self._waits_for_end = False
+        self._next_look = 0  # at the gradient of which member of the plan
         self.wants_opening = False  # a bucket may go if the agreed set is what this rank takes it for
 
     def _move(self, source: Phase, target: Phase) -> None:
@@ -193,8 +197,6 @@ class WindowProtocol:
         agreed = lane.translate(IS_AGREED)
         if agreed != self.agreed:
             self._start_again(agreed)
-        else:
-            self._resume()
         return Opening(None, self._advance(), disputed)
 
     def _fault_of_open(self, message: bytes) -> tuple[Fault | None, tuple[int, ...]]:
@@ -220,11 +222,12 @@ class WindowProtocol:
             missing = Counter(plan.bucket_of[i] for i in plan.members if not self._expected[i])
             left = [size - missing[bucket] for bucket, size in enumerate(left)]
         self.countdown.left[:] = left
-        self._resume()
-
-    def _resume(self) -> None:
-        """First gradients of what this rank expects count by themselves, once an order is known."""
-        if self.planner.has_learnt and self.may_count:
+        # First gradients of what this rank expects count by themselves, once an order is known.
+        if not (self.planner.has_learnt and self.may_count):
+            return
+        if self._expected == self.agreed and not any(self.countdown.fired):
+            self.countdown.slots[:] = self.plan.bucket_of
+        else:
             counts = map(operator.gt, self._expected, self.countdown.fired)
             placed = zip(self.plan.bucket_of, counts, strict=True)
             self.countdown.slots[:] = [bucket if one else NOT_PLACED for bucket, one in placed]
@@ -246,18 +249,30 @@ class WindowProtocol:
         """
         if self.phase is not Phase.REDUCING and self.phase is not Phase.OPENING:
             raise InternalError(f"a gradient came in phase {self.phase.name}")
-        if self._count(param_index) != self._next:
-            return NONE
-        if self.phase is Phase.REDUCING:
-            return self._advance()
-        self._ask_for_opening()
+        if self._count(param_index) == self._next:
+            if self.phase is Phase.REDUCING:
+                return self._advance()
+            self._ask_for_opening()
+        elif self.wants_opening:
+            self._choose_next_look()
         return NONE
 
     def _ask_for_opening(self) -> None:
-        """If the first bucket is full: from now on each gradient is an occasion to look whether OPEN is back."""
+        """If the first bucket is full: it may go as soon as OPEN is back."""
         if self.plan.buckets and not self.countdown.left[0] and not self.plan.buckets[0].is_held:
             self.wants_opening = True
-            self.countdown.stop()
+            self._next_look = self.plan.sizes[0]
+            self._choose_next_look()
+
+    def _choose_next_look(self) -> None:
+        """The gradient of this one does not just count: it is an occasion to look."""
+        members, slots = self.plan.members, self.countdown.slots
+        while self._next_look < len(members):
+            param_index = members[self._next_look]
+            self._next_look += LOOK_EVERY
+            if slots[param_index] != NOT_PLACED:
+                slots[param_index] = NOT_PLACED
+                return
 
     def _count(self, param_index: int) -> int:
         """Note one gradient. Returns the position of the bucket that it filled, or ``NOT_PLACED``."""

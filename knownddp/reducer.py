@@ -23,22 +23,23 @@ from . import _torch_private as private
 from . import faults
 from .buffers import BufferSync
 from .closing import Closing
-from .comm import Collectives, raise_first, run
+from .comm import Collectives
 from .comm_hooks import CommHook
-from .exchange import GradientExchange, gradient_taken, is_held_elsewhere
+from .exchange import GradientExchange, is_held_elsewhere
 from .flat import dense
 from .flights import Resources, Terms
 from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
 from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
-from .params import ManagedParams, trainable_of
+from .params import ManagedParams
 from .plan import Planner
 from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
 from .stock_reducer import StockReducer
 from .window import Debt, LocalBackward, TaskEnd, Window
+from .works import raise_first, run
 
 _numbers = itertools.count()
 _no_backward = weakref.ref(LocalBackward((), lambda _: None))  # dead at once
@@ -194,7 +195,7 @@ class Reducer(Closing, StockReducer):
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
         """Hook the tensors in ``output``: a backward begins there, before it reaches any parameter."""
-        if trainable_of(self.params.live) != record.trainable:
+        if self.params.trainable_now() != record.trainable:
             self._read_params()  # the module froze or thawed some meanwhile
             record.trainable = self.params.trainable
         expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
@@ -359,7 +360,7 @@ class Reducer(Closing, StockReducer):
             if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))
             if param.grad is None:
-                raise gradient_taken(self.where, self.params.names[param_index])
+                raise faults.gradient_taken_error(self.where, self.params.names[param_index])
             if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
                 return
             window = self.window

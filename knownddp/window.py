@@ -12,10 +12,10 @@ from typing import Protocol
 from torch import Tensor
 
 from . import _torch_private as private
-from .comm import Work, run_in_turn, run_together
 from .exchange import GradientExchange
 from .forwards import ForwardRecord
 from .outcomes import Opening
+from .works import Work, run_in_turn, run_together
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from knownddp.comm import DONE, Work
+from knownddp.works import DONE, Work
 
 
 class RecordingCollectives:
@@ -25,7 +25,7 @@ class RecordingCollectives:
         self.log.append((name, tensor.numel() * tensor.element_size()))
         return DONE
 
-    def all_reduce_sum(self, tensor: Tensor) -> Work:
+    def all_reduce_sum(self, tensor: Tensor, *, is_waited_for: bool = False) -> Work:
         tensor.mul_(self.world_size)  # every peer sent the same
         return self._record("all_reduce_sum", tensor)
 

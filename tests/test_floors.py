@@ -22,7 +22,7 @@ ORDER = [
     *("errors", "specs", "buckets", "plan", "countdown", "messages", "outcomes", "protocol", "sampling"),
     *("_torch_private", "flat", "ownership", "rnns", "compact", "outputs", "params", "precision", "nodes"),
     *("structures", "scattering", "parallel", "replicas"),
-    *("comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
+    *("works", "comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *(
         "pool",
         "flights",

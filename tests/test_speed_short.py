@@ -17,19 +17,22 @@ ROOT = Path(__file__).parent.parent
 
 # Calls of Python functions a parameter, beyond those of the module itself. One more call in a gradient's route is one
 # more a parameter.
-BACKWARD_CALLS = {"known": 1.5, "known-find": 1.6, "known-trust": 1.5}
-FORWARD_CALLS = 0.2
-# Likewise with 16 buckets, where OPEN comes back at once, or not before the backward is over: then each gradient after
-# the first bucket looks for it. "trust" waits for none.
+BACKWARD_CALLS = {"known": 1.4, "known-find": 1.4, "known-trust": 1.4}
+FORWARD_CALLS = 0.12
+# Likewise with 16 buckets, where OPEN comes back at once, or not before the backward is over: then every fourth
+# gradient after the first bucket looks for it. "trust" waits for none.
 BACKWARD_CALLS_AT_ONCE = {"known": 2.4, "known-find": 2.4, "known-trust": 2.4}
-BACKWARD_CALLS_LATE = {"known": 9.8, "known-find": 9.8, "known-trust": 2.4}
+BACKWARD_CALLS_LATE = {"known": 4.5, "known-find": 4.5, "known-trust": 2.4}
 # A quick model has one bucket, which is one message beside OPEN and CLOSE; "trust" has no such messages.
 COLLECTIVES = {"known": 3, "known-find": 3, "known-trust": 1}
 # Each message has a byte a parameter and eleven more; 6 encoder layers have 12 parameters each.
 MESSAGE_BYTES = {"known": 2 * (72 + 11), "known-find": 2 * (72 + 11), "known-trust": 0}
-# What a step asks the allocator for, beyond what the module asks for: next to nothing. Flats, whose parts were the
-# gradients, are used again, also by other sets.
+# What a step asks the allocator for, beyond what the module asks for and the memory in which the last flat of the other
+# rank arrives: next to nothing. Flats, whose parts were the gradients, are used again, also by other sets.
 ASKED_BYTES = 1024
+# That memory takes the place of the local gradients, which are gone by then, but for those of the last layer to come
+# (8 KiB for a weight of 2 width x width floats) where the backward is not over: under "trust".
+PEAK_BYTES = {"known": 0, "known-find": 0, "known-trust": 2 * 32**2 * 4}
 
 NAMES = ("known", "known-find", "known-trust")
 
@@ -67,8 +70,9 @@ def test_number_of_collectives_and_bytes_of_messages(counted, name):
 def test_memory_of_a_step_is_that_of_the_used_gradients(counted, name):
     """When the backward is over, as much is held as without a wrapper. Before, local gradients stand beside a flat."""
     assert counted[name]["kept_bytes"] == counted["plain"]["kept_bytes"] == counted[name]["used_bytes"]
-    assert counted[name]["asked_bytes"] <= ASKED_BYTES
-    assert counted[name]["peak_bytes"] <= counted["plain"]["peak_bytes"] + counted[name]["used_bytes"]
+    assert counted[name]["asked_bytes"] <= counted[name]["used_bytes"] + ASKED_BYTES
+    peak_bytes = counted["plain"]["peak_bytes"] + counted[name]["used_bytes"] + PEAK_BYTES[name]
+    assert counted[name]["peak_bytes"] <= peak_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -54,6 +54,43 @@ def in_reentrant_checkpoint(ask: Callable[[], Any], x: Tensor) -> Tensor:
     return result
 
 
+# -- tensors
+
+
+def test_looks_tell_every_change_of_kind_and_layout():
+    """Of dtype, shape, strides and requires_grad, also in memory that stays where it is; and of another type."""
+
+    def made() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.arange(4.0).view(2, 2)) for _ in range(3)]
+
+    params = made()
+    assert private.looks_of(params)(*params)
+    plain = torch.ones(2, 2)
+    for change in (
+        lambda p: p.requires_grad_(False),
+        lambda p: setattr(p, "data", p.data.double()),
+        lambda p: setattr(p, "data", p.data.view(torch.int32).view(torch.float32).view(4)),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:1]),
+    ):
+        params = made()
+        looks_alike = private.looks_of(params)
+        with torch.no_grad():
+            assert looks_alike(*params)
+            params[1].add_(1)  # values are not looks
+            assert looks_alike(*params)
+            change(params[1])
+        assert not looks_alike(*params), change
+    assert not private.looks_of(made())(*made()[:2], plain)
+
+
+def test_looks_hold_no_tensor():
+    params = [nn.Parameter(torch.ones(2))]
+    looks_alike, alive = private.looks_of(params), weakref.ref(params[0])
+    params.clear()
+    assert alive() is None and not looks_alike(torch.ones(2))
+
+
 # -- the engine
 
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.distributed.algorithms import join as torch_join
 
 import knownddp.ddp
-from knownddp import _torch_private, comm
+from knownddp import _torch_private, comm, works
+from knownddp.works import UnfinishedWork
 
 from ..claims import Refuted
 from .baton import Baton
 from .play import Clock
 from .predict import Sent
-from .seam import KINDS, Passing, QuietWarnings, is_poisoned, nbytes_of, poison, replaced
+from .seam import KINDS, Passing, QuietWarnings, is_poisoned, kind_of_exchange, nbytes_of, poison, replaced
 
 
 class _Collective:
@@ -35,6 +36,7 @@ class _Collective:
         self.kind = first
         self.may_be_done = True  # when a rank asks
         self.inputs: list[Tensor | None] = [None] * world
+        self.sizes: list[list[int]] = [[] for _ in range(world)]  # of an exchange: how much of it goes to each rank
         self.outputs: list[Sequence[Tensor]] = [()] * world
 
     @property
@@ -42,7 +44,8 @@ class _Collective:
         """On all ranks."""
         return all(one is not None for one in self.inputs)
 
-    def result(self) -> list[Tensor]:
+    def result(self, number: int) -> list[Tensor]:
+        """What rank ``number`` receives."""
         there = [one for one in self.inputs if one is not None]
         kind, source = self.kind[0], self.kind[1]
         if kind == "gather":
@@ -50,17 +53,20 @@ class _Collective:
         if kind == "broadcast":
             assert isinstance(source, int)
             return [there[source]]
+        if kind in ("exchange", "swap"):
+            return [torch.cat([torch.split(one, sizes)[number] for one, sizes in zip(there, self.sizes, strict=True)])]
         total = there[0].clone()
         for one in there[1:]:
-            total = total + one if kind == "sum" else total | one if kind == "or" else torch.maximum(total, one)
+            total = total + one if kind == "sum" else torch.maximum(total, one)
         return [total]
 
 
 class Handle:
     """What stands for ``dist.Work``."""
 
-    def __init__(self, group: Group, collective: _Collective) -> None:
-        self._group, self._collective = group, collective
+    def __init__(self, group: Group, collective: _Collective, sent: Tensor | None) -> None:
+        """``sent``: memory that is only read."""
+        self._group, self._collective, self.sent = group, collective, sent
         self.is_delivered = False
         self.address = 0
         self.shares_memory = False
@@ -69,9 +75,12 @@ class Handle:
         if self.is_delivered:
             return
         self.is_delivered = True
-        for tensor, result in zip(self._collective.outputs[self._group.number], self._collective.result(), strict=True):
-            if not self.shares_memory and not is_poisoned(tensor):
-                self._group.hub.complain(f"rank {self._group.number} wrote to memory that a collective was using")
+        number = self._group.number
+        outputs, mine = self._collective.outputs[number], self._collective.inputs[number]
+        for tensor, result in zip(outputs, self._collective.result(number), strict=True):
+            is_intact = self.sent is None or torch.equal(self.sent, mine) if mine is not None else True
+            if not self.shares_memory and not (is_poisoned(tensor) and is_intact):
+                self._group.hub.complain(f"rank {number} wrote to memory that a collective was using")
             tensor.copy_(result)
 
     def answers(self) -> list[bool]:
@@ -93,6 +102,9 @@ class Handle:
         if answer:
             self._deliver()
         return answer
+
+    def get_future(self) -> Any:
+        raise AssertionError("waits for any of several are simulated too")
 
 
 class Group:
@@ -143,11 +155,20 @@ class Hub(Passing):
     def get_backend(self, group: object) -> str:
         return "gloo"
 
-    def _start(self, group: Group, tensor: Tensor, outputs: Sequence[Tensor], kind: str, source: int = 0) -> Handle:
+    def _start(
+        self,
+        group: Group,
+        tensor: Tensor,
+        outputs: Sequence[Tensor],
+        kind: str,
+        source: int = 0,
+        sizes: list[int] | None = None,
+    ) -> Handle:
         rank, lane = group.number, self._lanes.setdefault(group.lane, [])
         place = self._places[rank][group.lane]
         self._places[rank][group.lane] = place + 1
-        sent = Sent(kind, group.lane, nbytes_of(tensor), self.clocks[rank].came)
+        nbytes = nbytes_of(tensor) // (self.world if kind == "exchange" else 1)
+        sent = Sent(kind, group.lane, nbytes, self.clocks[rank].came)
         if group.lane != "parent":
             self.sent[rank].append(sent)
         what = (kind, source, sent.nbytes, tensor.dtype)
@@ -157,11 +178,11 @@ class Hub(Passing):
         collective.may_be_done = (group.lane, place) not in self._unasked
         if collective.kind != what:
             self.complain(f"rank {rank} starts {what} where another rank started {collective.kind}")
-        collective.inputs[rank] = tensor.clone()
+        collective.inputs[rank], collective.sizes[rank] = tensor.clone(), sizes or []
         collective.outputs[rank] = outputs
         for one in outputs:
             poison(one)
-        handle = Handle(group, collective)
+        handle = Handle(group, collective, tensor if sizes else None)
         # A rank whose backward failed packs nothing and gives all collectives one tensor: nobody uses the results. Were
         # they used, they would not be right.
         for other in self._in_flight[rank]:
@@ -185,6 +206,14 @@ class Hub(Passing):
     def all_gather(self, found: list[Tensor], tensor: Tensor, *, group: Group, async_op: bool) -> Handle:
         assert async_op
         return self._start(group, tensor, found, "gather")
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, *sizes: list[int], group: Group, async_op: bool
+    ) -> Handle:
+        assert async_op
+        kind, nbytes = kind_of_exchange(sent, self.world, sizes)
+        own = sizes[1] if sizes else [nbytes] * self.world
+        return self._start(group, sent, [received], kind, sizes=own)
 
 
 class _JoinsDist(Passing):
@@ -211,7 +240,7 @@ class _Private(Passing):
         return False
 
     def group_timeout(self, group: object) -> datetime.timedelta:
-        return comm.NO_TIMEOUT
+        return works.NO_TIMEOUT
 
 
 class _Simulated(comm.Collectives):
@@ -233,13 +262,16 @@ def simulated(hub: Hub, group_of_thread: Callable[[], Group]) -> Iterator[None]:
     def over(group: Any, *, own_group: bool) -> comm.Collectives:
         return _Simulated(group, own_group=own_group)
 
-    def wait_any(works: Sequence[Handle]) -> int:
-        group = works[0]._group
-        chosen: int = group.pause("waits for any", lambda: [i for i, one in enumerate(works) if one.when_done()])
+    def wait_any(works: Sequence[Any]) -> int:
+        handles: list[Any] = [one._work if isinstance(one, UnfinishedWork) else one for one in works]
+        chosen: int = handles[0]._group.pause(
+            "waits for any", lambda: [i for i, one in enumerate(handles) if one.when_done()]
+        )
         return chosen
 
     with (
-        replaced(comm, dist=hub, private=_Private(_torch_private), _wait_any=wait_any),
+        replaced(comm, dist=hub, private=_Private(_torch_private)),
+        replaced(works, _wait_any=wait_any),
         replaced(torch_join, dist=_JoinsDist(hub), warnings=QuietWarnings(warnings)),
         replaced(knownddp.ddp, collectives_over=over, choose_group=lambda *_: group_of_thread()),
     ):

@@ -28,7 +28,9 @@ ANY_SIZE: Final = -1  # of a pickled object
 class Sent(NamedTuple):
     """One collective of a rank."""
 
-    kind: str  # "sum", "or", "max", "broadcast" or "gather"
+    kind: (
+        str  # "sum", "swap" (a sum of two ranks), "exchange" (of messages, to be ORed), "max", "broadcast" or "gather"
+    )
     lane: str  # "data" or "control"
     nbytes: int
     after: int  # so many gradients had come on that rank, undefined ones counted
@@ -136,12 +138,14 @@ class _Rank:
 
     def _launch(self, plan: BucketPlan, positions: range) -> None:
         for position in positions:
-            self._send("sum", "data", sum(self.sizes[i] for i in plan.buckets[position].param_indices))
+            is_swapped = self.script.world == 2 and position == len(plan.buckets) - 1
+            nbytes = sum(self.sizes[i] for i in plan.buckets[position].param_indices)
+            self._send("swap" if is_swapped else "sum", "data", nbytes)
 
     def _message(self, message: bytes) -> Generator[bytes, list[bytes], bytes]:
         """Combine a message with those of all ranks."""
         if not self.trusts:
-            self._send("or", "control", len(message))
+            self._send("exchange", "control", len(message))
         messages = yield message
         return message if self.trusts else _or(messages)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,12 +20,17 @@ from knownddp import comm
 from .play import Clock
 from .predict import Sent
 
-KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.BOR: "or", dist.ReduceOp.MAX: "max"}
+KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 
 
 def nbytes_of(tensor: Tensor) -> int:
     """What one rank brings."""
     return tensor.numel() * tensor.element_size()
+
+
+def kind_of_exchange(sent: Tensor, world: int, sizes: Sequence[list[int]]) -> tuple[str, int]:
+    """Whether two ranks swap tensors or all tell each other messages, and how many bytes each brings."""
+    return ("swap", nbytes_of(sent)) if sizes else ("exchange", nbytes_of(sent) // world)
 
 
 class Passing:
@@ -48,25 +53,30 @@ class Recorder(Passing):
         self.polls: list[bool] = []
         self.comm: comm.Collectives | None = None
 
-    def _write_down(self, kind: str, tensor: Tensor, group: object) -> None:
+    def _write_down(self, kind: str, nbytes: int, group: object) -> None:
         lane = "other"
         if self.comm is not None and group is self.comm._control:
             lane = "control"
         elif self.comm is not None and group is self.comm._data:
             lane = "data"
-        self.sent.append(Sent(kind, lane, nbytes_of(tensor), self.clock.came))
+        self.sent.append(Sent(kind, lane, nbytes, self.clock.came))
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:
-        self._write_down(KINDS[op], tensor, more["group"])
+        self._write_down(KINDS[op], nbytes_of(tensor), more["group"])
         return dist.all_reduce(tensor, op, **more)
 
     def broadcast(self, tensor: Tensor, **more: Any) -> Any:
-        self._write_down("broadcast", tensor, more["group"])
+        self._write_down("broadcast", nbytes_of(tensor), more["group"])
         return dist.broadcast(tensor, **more)
 
     def all_gather(self, found: list[Tensor], tensor: Tensor, **more: Any) -> Any:
-        self._write_down("gather", tensor, more["group"])
+        self._write_down("gather", nbytes_of(tensor), more["group"])
         return dist.all_gather(found, tensor, **more)
+
+    def all_to_all_single(self, received: Tensor, sent: Tensor, *sizes: list[int], **more: Any) -> Any:
+        kind, nbytes = kind_of_exchange(sent, dist.get_world_size(more["group"]), sizes)
+        self._write_down(kind, nbytes, more["group"])
+        return dist.all_to_all_single(received, sent, *sizes, **more)  # type: ignore[arg-type]
 
 
 class AskedWork(Passing):

@@ -40,15 +40,15 @@ SEEDS: Final = (
     Seed(
         "what stood in .grad is not averaged",
         "knownddp/exchange.py",
-        "            held_back = [None if self._has_travelled[i] else self.held_back[i] for i",
-        "            held_back = [None if self._has_travelled[i] or self.held_back[i] is not None else None for i",
+        "            held_back = [None if travelled[i] else self.held_back[i] for i",
+        "            held_back = [None if travelled[i] or self.held_back[i] is not None else None for i",
         ("P2", "P3", "P5"),
     ),
     Seed(
         "what nobody touched gets a mean",
         "knownddp/exchange.py",
-        "            if touched[i]:\n                param.grad = mean if is_alike",
-        "            if True:\n                param.grad = mean if is_alike",
+        "        are_touched = list(map(touched.__getitem__, flight.bucket.param_indices))\n",
+        "        are_touched = [1] * len(flight.bucket.param_indices)\n",
         ("P2", "P5"),
     ),
     Seed(
@@ -113,6 +113,20 @@ SEEDS: Final = (
         "_work(dist.all_reduce(tensor, group=self._data_lane(), async_op=True), tensor)",
         "_work(dist.all_reduce(tensor, group=self._control_lane(), async_op=True), tensor)",
         ("P1", "P2"),
+    ),
+    Seed(
+        "two ranks swap a bucket and keep their own",
+        "knownddp/comm.py",
+        "functools.partial(tensor.add_, received)",
+        "functools.partial(tensor.add_, tensor)",
+        ("P2", "P3", "P5"),
+    ),
+    Seed(
+        "only what rank 0 says is heard",
+        "knownddp/comm.py",
+        "functools.partial(np.bitwise_or.reduce, rows, out",
+        "functools.partial(np.bitwise_or.reduce, rows[:1], out",
+        ("P2", "P3", "P5"),
     ),
     Seed(
         "what no_sync accumulated is not announced",

@@ -15,11 +15,11 @@ SEEDS: Final = (
     Seed(
         "buckets leave as they fill, in any order",
         PROTOCOL,
-        "        if self._count(param_index) != self._next:\n            return NONE\n"
-        "        if self.phase is Phase.REDUCING:\n            return self._advance()\n",
-        "        filled = self._count(param_index)\n        if self.phase is Phase.REDUCING:\n"
-        "            return range(filled, filled + 1) if filled != NOT_PLACED else NONE\n"
-        "        if filled != self._next:\n            return NONE\n",
+        "        if self._count(param_index) == self._next:\n",
+        "        filled = self._count(param_index)\n"
+        "        if self.phase is Phase.REDUCING and filled != NOT_PLACED:\n"
+        "            return range(filled, filled + 1)\n"
+        "        if filled == self._next:\n",
         ("B5", "B9", "B13", "B15"),
     ),
     Seed(
@@ -53,8 +53,8 @@ SEEDS: Final = (
     Seed(
         "the first bucket does not wait for OPEN",
         PROTOCOL,
-        "        self._ask_for_opening()\n        return NONE\n",
-        "        self._ask_for_opening()\n        return range(1)\n",
+        "            self._ask_for_opening()\n        elif self",
+        "            self._ask_for_opening()\n            return range(1)\n        elif self",
         ("B5",),
     ),
     Seed(

@@ -41,8 +41,8 @@ def collectives(contender: Contender, workload: Workload) -> dict[str, int]:
         one_step(trainee, WARM_UP_STEPS)
     return {
         "collectives": len(recorder.log),
-        "gradient_bytes": sum(n for _, dtype, n in recorder.log if dtype.is_floating_point),
-        "other_bytes": sum(n for _, dtype, n in recorder.log if not dtype.is_floating_point),
+        "gradient_bytes": sum(n for _, is_gradient, n in recorder.log if is_gradient),
+        "other_bytes": sum(n for _, is_gradient, n in recorder.log if not is_gradient),
     }
 
 
@@ -78,8 +78,7 @@ def python_calls(
     module = Tiny(num_params)
     cap_bytes = sum(p.nbytes for p in module.parameters()) // num_buckets
     with (
-        mock.patch.object(options, "DEFAULT_FIRST_CAP_BYTES", cap_bytes),
-        mock.patch.object(options, "DEFAULT_CAP_BYTES", cap_bytes),
+        mock.patch.object(options, "GLOO_CAP_BYTES", cap_bytes),
         mock.patch("knownddp.ddp.collectives_over", collectives),
     ):
         wrapper = contender.wrap(module)

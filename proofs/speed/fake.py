@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import knownddp.ddp
 import knownddp.lifecycle
-from knownddp.comm import DONE, Collectives, Work
+from knownddp.comm import Collectives
+from knownddp.works import DONE, Work
 
 
 class FakeCollectives(Collectives):
@@ -32,6 +33,7 @@ class FakeCollectives(Collectives):
 
     def __init__(self, parent: dist.ProcessGroup, *, own_group: bool) -> None:
         super().__init__(parent, own_group=False)
+        self._is_own_gloo = True
 
     def _control_lane(self) -> dist.ProcessGroup:
         return self.parent
@@ -80,16 +82,17 @@ def make_complete(wrapper: nn.Module) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps name, dtype and bytes of every collective that is called inside."""
+    """Keeps of every collective that is called inside its name, whether it is of gradients, and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[tuple[str, torch.dtype, int]] = []
+        self.log: list[tuple[str, bool, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             first = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             tensors = [one for one in first if isinstance(one, torch.Tensor)]
+            is_swap = func._opname.startswith("alltoall")  # of the bytes of gradients
             for one in tensors:
-                self.log.append((func._opname, one.dtype, one.numel() * one.element_size()))
+                self.log.append((func._opname, is_swap or one.dtype.is_floating_point, one.nbytes))
         return func(*args, **(kwargs or {}))

@@ -142,7 +142,7 @@ def hooks(counts: Sequence[int]) -> bool:
             if name == "known":
                 with Recorder() as recorder:
                     step()
-                messages = [nbytes for _, dtype, nbytes in recorder.log if dtype == torch.uint8]
+                messages = [nbytes for _, is_gradient, nbytes in recorder.log if not is_gradient]
                 holds &= messages == [count + HEADER_BYTES] * 2
         costs = ", ".join(f"{name} {us[name] - us['plain']:.2f}" for name in us if name != "plain")
         print(f"  {count:>7} parameters: {costs}; messages {messages}; wrapping took {wraps['known']:.2f} s")

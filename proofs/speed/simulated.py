@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from knownddp import KnownDDP
-from knownddp.comm import Work
+from knownddp.works import Work
 
 from .fake import FakeCollectives, Recorder, fake_rank
 
@@ -98,8 +98,8 @@ def _train(rank: int, world_size: int, dropped_by: Callable[[int, int], frozense
                 unused = [module.layers[i] for i in dropped]
                 model(torch.ones(2, WIDTH), dropped, unused_parameters=unused).sum().backward()
             plans.append(model.reducer.protocol.plan.buckets)
-    gradients = [nbytes for _, dtype, nbytes in recorder.log if dtype.is_floating_point]
-    others = [nbytes for _, dtype, nbytes in recorder.log if not dtype.is_floating_point]
+    gradients = [nbytes for _, is_gradient, nbytes in recorder.log if is_gradient]
+    others = [nbytes for _, is_gradient, nbytes in recorder.log if not is_gradient]
     return Trained(len(recorder.log), sum(gradients), sum(others), tuple(plans))
 
 

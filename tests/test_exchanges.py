@@ -1,0 +1,212 @@
+"""How messages and sums travel between ranks: from each to each, swapped by two, or in gloo's ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import inputs, make
+from torch import Tensor, nn
+
+from knownddp import comm
+from knownddp.comm import Collectives
+from knownddp.works import DONE, UnfinishedWork
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+
+
+class Calls:
+    """The functions of torch.distributed that ``comm`` called, by name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(dist, name)
+        if name not in ("all_reduce", "all_to_all_single"):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.names.append(name)
+            return found(*args, **kwargs)
+
+        return call
+
+
+def _with_calls(do: Any) -> list[str]:
+    calls = Calls()
+    before, comm.dist = comm.dist, calls  # type: ignore[attr-defined, assignment]
+    try:
+        do()
+    finally:
+        comm.dist = before  # type: ignore[attr-defined]
+    return calls.names
+
+
+# -- messages
+
+
+def _message(rank: int, size: int) -> list[int]:
+    """A bit of its own for each rank, and one that they share in every third byte."""
+    return [1 << rank | (64 if i % 3 == 0 else 0) if i % (rank + 2) else 0 for i in range(size)]
+
+
+def _combine(rank: int, size: int, direct_bytes: int) -> tuple[list[int], list[str]]:
+    collectives = Collectives(dist.group.WORLD, own_group=True)
+    message = torch.tensor(_message(rank, size), dtype=torch.uint8)
+    before, comm.DIRECT_BYTES = comm.DIRECT_BYTES, direct_bytes
+
+    def combine() -> None:
+        work = collectives.combine_or(message)
+        work.wait()
+        work.wait()
+        assert work.is_completed()
+
+    try:
+        names = _with_calls(combine)
+    finally:
+        comm.DIRECT_BYTES = before
+    return message.tolist(), names
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 11, 1000])
+def test_messages_are_ored_whichever_way_they_go(ranks, world, size):
+    """From each to each up to ``DIRECT_BYTES`` for all of them together, else in the ring."""
+    wanted = [0] * size
+    for rank in range(world):
+        wanted = [a | b for a, b in zip(wanted, _message(rank, size), strict=True)]
+    assert ranks(world, _combine, size, world * size) == [(wanted, ["all_to_all_single"])] * world
+    assert ranks(world, _combine, size, world * size - 1) == [(wanted, ["all_reduce"])] * world
+
+
+# -- sums
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    drawn = torch.randn(numel, 2, dtype=torch.float64, generator=generator)
+    return (torch.view_as_complex(drawn) if dtype.is_complex else torch.tensor(drawn[:, 0].tolist())).to(dtype)
+
+
+def _sum(rank: int, numel: int, own_group: bool, is_waited_for: bool) -> list[list[str]]:
+    """Bit for bit as torch's all-reduce, in each dtype. Returns what was called."""
+    collectives = Collectives(dist.group.WORLD, own_group=own_group)
+    names = []
+    for dtype in DTYPES:
+        mine, wanted = _values(rank, numel, dtype), _values(rank, numel, dtype)
+        dist.all_reduce(wanted)
+
+        def add(mine: Tensor = mine) -> None:
+            work = collectives.all_reduce_sum(mine, is_waited_for=is_waited_for)
+            work.get_future().wait()
+            work.wait()
+            work.wait()  # adds no second time
+
+        names.append(_with_calls(add))
+        assert torch.equal(torch.view_as_real(mine) if dtype.is_complex else mine, _real(wanted))
+    return names
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@pytest.mark.parametrize("numel", [1, 1001, 2**17])
+def test_two_ranks_swap_what_the_backward_waits_for(ranks, numel):
+    assert ranks(2, _sum, numel, True, True) == [[["all_to_all_single"]] * len(DTYPES)] * 2
+
+
+@pytest.mark.parametrize(
+    ("world", "own_group", "is_waited_for"), [(1, True, True), (2, False, True), (2, True, False), (3, True, True)]
+)
+def test_all_else_is_an_all_reduce(ranks, world, own_group, is_waited_for):
+    """On the user's group other collectives may come between, and more than two ranks would send more bytes."""
+    assert ranks(world, _sum, 10, own_group, is_waited_for) == [[["all_reduce"]] * len(DTYPES)] * world
+
+
+def _sum_at_the_limit(rank: int) -> list[str]:
+    collectives = Collectives(dist.group.WORLD, own_group=True)
+
+    def add() -> None:
+        for numel in (comm.SWAP_BYTES // 4, comm.SWAP_BYTES // 4 + 1):
+            collectives.all_reduce_sum(torch.ones(numel), is_waited_for=True).wait()
+
+    return _with_calls(add)
+
+
+def test_large_flats_are_not_swapped(ranks):
+    assert ranks(2, _sum_at_the_limit) == [["all_to_all_single", "all_reduce"]] * 2
+
+
+# -- what a wrapper does
+
+
+class Branches(nn.Module):
+    """One parameter a bucket, if buckets are small: 4 x 4 floats, 64 bytes each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _train(rank: int) -> tuple[list[str], list[list[float]], list[list[float]]]:
+    """Calls of the third step, its gradients, and those of both ranks' inputs on one process."""
+    plain, model = make(Branches, bucket_cap_mb=1e-6)
+
+    def step() -> None:
+        model.zero_grad()
+        model(inputs(rank, 3, 4)).sum().backward()
+
+    step(), step()
+    names = _with_calls(step)
+    for one in range(2):
+        (plain(inputs(one, 3, 4)).sum() / 2).backward()
+    grads = [[p.grad.flatten().tolist() for p in module.parameters()] for module in (model, plain)]
+    return names, *grads
+
+
+def test_only_the_last_bucket_of_a_backward_is_swapped(ranks):
+    """OPEN, two buckets in the ring, the last one, CLOSE."""
+    names, grads, wanted = ranks(2, _train)[0]
+    assert names == ["all_to_all_single", "all_reduce", "all_reduce", "all_to_all_single", "all_to_all_single"]
+    torch.testing.assert_close(torch.tensor(grads), torch.tensor(wanted))
+
+
+# -- handles
+
+
+class Interrupted:
+    """A handle whose first wait is interrupted."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+
+    is_completed = get_future = DONE.is_completed
+
+
+def test_what_is_left_to_do_is_done_once_whenever_the_wait_is_interrupted():
+    done: list[int] = []
+
+    def finish() -> None:
+        done.append(1)
+        raise KeyboardInterrupt  # a signal that came meanwhile: Python raises when the call is over
+
+    work = UnfinishedWork(Interrupted(), finish)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    work.wait()
+    assert done == [1]
