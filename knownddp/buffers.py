@@ -124,6 +124,7 @@ class BufferSync:
         self.source = 0
         self.hook: BufferHook | None = None
         self._module = module
+        self._places = [part._buffers for part in module.modules()]
         self._ignored = ignored
         self._comm = comm
         self.has_exchanged = False  # in this window
@@ -131,8 +132,8 @@ class BufferSync:
         self._sending: list[tuple[Work, Tensor]] = []  # rank 0 does not wait; the tensors must live that long
 
     def current(self) -> dict[str, Tensor]:
-        """The buffers by name, without ignored ones."""
-        return named_buffers(self._module, self._ignored)
+        """The buffers by name, without ignored ones. None in modules that came later, if there were none before."""
+        return named_buffers(self._module, self._ignored) if any(self._places) else {}
 
     @property
     def is_due(self) -> bool:

@@ -26,8 +26,9 @@ from . import _torch_private as private
 from .errors import UsageError
 from .works import DONE, PythonWork, UnfinishedWork, Work, run
 
-# What a rank receives at most when messages go from each rank to each other: so many bytes take the time of few hops.
-DIRECT_BYTES = 2**20
+# Up to which a message goes from each rank to each other. N - 1 of them are sent then, instead of two in the ring's
+# pieces; but it is the hops that cost where a message is shorter than what a link carries in the time of two.
+DIRECT_BYTES = 16 * 2**10
 # Up to which a flat is swapped. Adding it is this process's work, and takes as much memory once more.
 SWAP_BYTES = 4 * 2**20
 
@@ -122,7 +123,7 @@ class Collectives:
         Small messages go from each rank to each other, which takes one hop; gloo's all-reduce is a ring of 2 (N - 1).
         """
         group = self._control_lane()
-        if group is not self.parent and self.world_size * message.numel() <= DIRECT_BYTES:
+        if group is not self.parent and message.numel() <= DIRECT_BYTES:
             sent = torch.cat([message] * self.world_size)
             received = torch.zeros_like(sent)
             work = _work(dist.all_to_all_single(received, sent, group=group, async_op=True))

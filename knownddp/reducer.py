@@ -78,8 +78,7 @@ class Reducer(Closing, StockReducer):
         self.find_unused = find_unused and not static_graph
         self.history = GraphHistory(is_promised=static_graph)
         self.optimizers = BackwardOptimizers()
-        self.counters = Counters()
-        self.times = Times()
+        self.counters, self.times = Counters(), Times()
         self.window: Window | None = None
         self.hook: CommHook | None = None
         self.divisor = comm.world_size  # ranks that take part; fewer where join() is told to count them
@@ -355,7 +354,7 @@ class Reducer(Closing, StockReducer):
                     self.window.undefined.add(param_index)
                 return
             param, window = self.params.live[param_index], self.window
-            if param is None or is_held_elsewhere(param, window.gradients if window is not None else None):
+            if param is None or is_held_elsewhere(param, window and window.gradients):
                 return  # another wrapper averages it in this backward
             if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))

@@ -116,7 +116,10 @@ def identical_models(*builds: Callable[[], nn.Module]) -> Iterator[tuple[nn.Modu
 @contextmanager
 def counted_collectives() -> Iterator[list[str]]:
     """The names of what this process calls in ``torch.distributed``: collectives and the making of groups."""
-    watched = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce", "new_group")
+    watched = (
+        *("all_reduce", "all_to_all_single", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce"),
+        "new_group",
+    )
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in watched:

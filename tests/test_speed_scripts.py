@@ -60,9 +60,9 @@ def test_the_table_is_measured_kept_and_printed(tmp_path):
 
 
 def test_gradients_are_compared_with_averaged_ones_of_the_plain_module():
-    """On a fake group of two, whose collectives do nothing: halves. One element of one gradient is enough."""
+    """On a fake group of three, whose all-reduces do nothing: thirds. One element of one gradient is enough."""
     (workload,) = (one for one in workloads(quick=True, drops=(0.5,)) if one.name == "drop-0.5")
-    with fake_rank(0, 2):
+    with fake_rank(0, 3):
         plain, known = (Trainee(BY_NAME[name], workload, 0, torch.device("cpu")) for name in ("plain", "known"))
         for one in (plain, known):
             one_step(one, 0)

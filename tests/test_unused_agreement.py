@@ -228,8 +228,8 @@ def _messages(rank: int, agreement: str) -> list[str]:
 
 @pytest.mark.parametrize(("agreement", "count"), [("trust", 1), ("union", 3)])
 def test_trust_sends_its_buckets_and_no_message(ranks, agreement, count):
-    """One bucket holds all; "union" opens and closes with a message more each."""
-    assert ranks(2, _messages, agreement) == [["all_reduce"] * count] * 2
+    """One bucket holds all; "union" opens and closes with a message more each. Two ranks send each other all that."""
+    assert ranks(2, _messages, agreement) == [["all_to_all_single"] * count] * 2
 
 
 def _broken_trust(rank: int, cap: float | None) -> list[list[float | None]]:

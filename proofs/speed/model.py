@@ -1,10 +1,12 @@
 """The step on paper: ``python -m proofs.speed.model [--least] FILE``, where FILE was written by ``--json``.
 
 An all-reduce of b bytes over N ranks takes 2 (N - 1) (alpha + b / (N beta)) in a ring and 2 (log2 N alpha + b / beta)
-in a tree: alpha is the time of a message, beta the rate of the slowest link. Buckets go one after the other, each when
-its gradients are there; see "The step on paper" in README.md. For each network of FILE that has a rate, ``alpha`` and
-``beta`` are fitted to all-reduces that the same run measured, computing is that of the plain module, and the steps that
-follow are printed beside those that were measured. Then: on which cluster skipping pays, and where latency rules.
+in a tree: alpha is the time of a message, beta the rate of the slowest link. What goes from each rank to each takes
+alpha + (N - 1) (o + b / beta), where o is what a rank spends on sending one message. Buckets go one after the other,
+each when its gradients are there; see "The step on paper" in README.md. For each network of FILE that has a rate,
+``alpha`` and ``beta`` are fitted to all-reduces that the same run measured, computing is that of the plain module, and
+the steps that follow are printed beside those that were measured. Then: on which cluster skipping pays, and where
+latency rules.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from knownddp.buckets import assign
+from knownddp.comm import DIRECT_BYTES, SWAP_BYTES
 from knownddp.options import default_cap_bytes
 
 MIB = 2**20
@@ -30,6 +33,7 @@ KNOWN_CAPS = default_cap_bytes("gloo")
 HEADER_BYTES = 11
 PARAMS_A_LAYER = 12  # of a transformer encoder layer
 CLUSTER = (2, 8, 64, 512, 4096)
+SENDING_S = 5e-6  # o: seconds of the processor for one message that gloo sends, assumed
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class Link:
         if tree:
             return 2 * (math.log2(world_size) * self.alpha + nbytes / self.beta)
         return 2 * (world_size - 1) * (self.alpha + nbytes / (world_size * self.beta))
+
+    def message(self, nbytes: float, world_size: int) -> float:
+        """Seconds until every rank has such a message of all others: from each to each, or in gloo's ring."""
+        if nbytes <= DIRECT_BYTES:
+            return self.alpha + (world_size - 1) * (SENDING_S + nbytes / self.beta)
+        return self.all_reduce(nbytes, world_size)
 
 
 CLUSTER_LINKS = (
@@ -79,18 +89,21 @@ def step(
     *,
     agreement_bytes: int = 0,
     tree: bool = False,
+    swaps: bool = False,
 ) -> float:
     """Seconds of a step. ``agreement_bytes``: of each of the two messages about what is used; 0: there are none.
 
     Gradients are taken to appear evenly over the backward. The opening message leaves as the backward begins and so
-    only delays the first bucket; the closing one follows everything else. They always go in a ring, as gloo sends them;
-    ``tree``: gradients do not.
+    only delays the first bucket; the closing one follows everything else. ``tree``: gradients do not go in a ring.
+    ``swaps``: two ranks swap the last bucket, if it is small, in one hop instead of two.
     """
-    message = link.all_reduce(agreement_bytes, world_size) if agreement_bytes else 0.0
+    message = link.message(agreement_bytes, world_size) if agreement_bytes else 0.0
     total = sum(bucket_bytes) or 1
     end = message
     for nbytes, ready in zip(bucket_bytes, accumulate(bucket_bytes), strict=True):
         end = max(end, backward * ready / total) + link.all_reduce(nbytes, world_size, tree=tree)
+    if swaps and world_size == 2 and bucket_bytes and bucket_bytes[-1] <= SWAP_BYTES:
+        end -= link.alpha
     return forward + max(backward, end) + message
 
 
@@ -115,7 +128,7 @@ def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int, whic
     if name.startswith("known"):
         agreement = 0 if name == "known-trust" else HEADER_BYTES + num_params
         used = buckets(sizes_of(run, used=True), KNOWN_CAPS)
-        return step(forward, backward, used, link, world_size, agreement_bytes=agreement)
+        return step(forward, backward, used, link, world_size, agreement_bytes=agreement, swaps=name != "known-shared")
     if name in ("ddp", "ddp-runs-all", "times-zero", "zero-function", "ddp-view", "ddp-view-kept", "ddp-batched"):
         return step(forward, backward, buckets(sizes_of(run, used=False)), link, world_size)
     if name == "ddp-find":  # sends a map of what is used, an integer a parameter, at the end
@@ -147,13 +160,12 @@ def compared(result: Mapping[str, Any], which: str) -> list[str]:
     return lines
 
 
-def break_even_bytes(link: Link, world_size: int) -> float:
+def break_even_bytes(link: Link, world_size: int, agreement_bytes: int) -> float:
     """How many bytes a step must save for the two messages about it to pay, if nothing is overlapped.
 
-    In a ring: 2 (N - 1) / N saved / beta > 2 * 2 (N - 1) alpha, or saved > 2 N alpha beta. Buckets that are saved too
-    make it less.
+    What is saved goes in a ring: 2 (N - 1) / N saved / beta > 2 message. Buckets that are saved too make it less.
     """
-    return 2 * world_size * link.alpha * link.beta
+    return link.message(agreement_bytes, world_size) * link.beta * world_size / (world_size - 1)
 
 
 def cluster() -> list[str]:
@@ -178,7 +190,7 @@ def cluster() -> list[str]:
             ms = [f"{1e3 * cell:.1f}" for cell in cells]
             lines.append(
                 f"  {title:<18} {ranks:>5} | {ms[0]:>9} {ms[1]:>8} {ms[2]:>8} | {ms[3]:>9} {ms[4]:>8} {ms[5]:>8} "
-                f"| {break_even_bytes(link, ranks) / 1e6:>7.2f}"
+                f"| {break_even_bytes(link, ranks, agreement) / 1e6:>7.2f}"
             )
     return lines
 
