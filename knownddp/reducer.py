@@ -354,7 +354,7 @@ class Reducer(Closing, StockReducer):
                     self.window.undefined.add(param_index)
                 return
             param, window = self.params.live[param_index], self.window
-            if param is None or is_held_elsewhere(param, window and window.gradients):
+            if param is None or is_held_elsewhere(param, window.gradients if window else None):
                 return  # another wrapper averages it in this backward
             if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))

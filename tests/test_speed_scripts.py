@@ -114,12 +114,23 @@ def test_an_all_reduce_on_paper():
 def test_a_step_on_paper():
     """2 ranks, alpha 1 s, 1 byte a second: A(b) = 2 + b. Backward of 10 s, buckets of 2 and 8 bytes.
 
-    Ready after 2 and 10 s. Bucket 1: 2 to 6; bucket 2: 10 to 20. With forward 1 s: 21. Messages of 5 bytes take 7 s:
-    bucket 1 goes from 7 to 11, bucket 2 from 11 to 21, and 7 s for the closing message: 29.
+    Ready after 2 and 10 s. Bucket 1: 2 to 6; bucket 2: 10 to 20. With forward 1 s: 21. Messages of 7 bytes take 8 s and
+    what sending takes: bucket 1 goes from 8 to 12, bucket 2 from 12 to 22, and 8 s for the closing message: 31. Two ranks
+    may swap the last bucket: 1 s less.
     """
     link = model.Link(alpha=1.0, beta=1.0)
     assert model.step(1, 10, [2, 8], link, 2) == 21
-    assert model.step(1, 10, [2, 8], link, 2, agreement_bytes=5) == 29
+    assert model.step(1, 10, [2, 8], link, 2, agreement_bytes=7) == pytest.approx(31 + 2 * model.SENDING_S)
+    assert model.step(1, 10, [2, 8], link, 2, swaps=True) == 20
+    assert model.step(1, 10, [2, 8], link, 3, swaps=True) == model.step(1, 10, [2, 8], link, 3)
+
+
+def test_messages_on_paper():
+    """4 ranks: 3 messages of 10 bytes to send, one hop; in the ring 6 hops of a quarter each."""
+    link = model.Link(alpha=1.0, beta=1.0)
+    assert link.message(10, 4) == 1 + 3 * (model.SENDING_S + 10)
+    assert link.message(100_000, 4) == 6 * (1 + 25_000)
+    assert model.break_even_bytes(link, 2, 10) == pytest.approx(22)  # each byte that is saved saves a second
 
 
 def test_alpha_and_beta_are_found_again():
