@@ -115,8 +115,8 @@ def test_a_step_on_paper():
     """2 ranks, alpha 1 s, 1 byte a second: A(b) = 2 + b. Backward of 10 s, buckets of 2 and 8 bytes.
 
     Ready after 2 and 10 s. Bucket 1: 2 to 6; bucket 2: 10 to 20. With forward 1 s: 21. Messages of 7 bytes take 8 s and
-    what sending takes: bucket 1 goes from 8 to 12, bucket 2 from 12 to 22, and 8 s for the closing message: 31. Two ranks
-    may swap the last bucket: 1 s less.
+    what sending takes: bucket 1 goes from 8 to 12, bucket 2 from 12 to 22, and 8 s for the closing message: 31. Two
+    ranks may swap the last bucket: 1 s less.
     """
     link = model.Link(alpha=1.0, beta=1.0)
     assert model.step(1, 10, [2, 8], link, 2) == 21

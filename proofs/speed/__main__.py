@@ -32,7 +32,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny models, to see that all runs; times say nothing")
     parser.add_argument("--rounds", type=int, help=f"steps of each contender; default {LOOPBACK_ROUNDS}, less on links")
     parser.add_argument("--drops", type=float, nargs="*", default=DROPS, help="shares of dropped layers")
-    parser.add_argument("--workloads", nargs="*", default=(), help="large, small, drop-0.5, ..., fixed; default all")
+    parser.add_argument(
+        "--workloads",
+        nargs="*",
+        default=(),
+        help="large, small, conv-0, conv-0.5, lstm-0, lstm-0.5, drop-0, drop-0.5, ..., fixed; default all",
+    )
     parser.add_argument("--contenders", nargs="*", default=(), choices=list(BY_NAME), help="default all")
     parser.add_argument("--rate", nargs="*", default=(), help="also two hosts on links of 100mbit, 1gbit, 10gbit")
     parser.add_argument("--no-loopback", action="store_true", help="only the links")

@@ -130,7 +130,7 @@ def measure(rank: int, task: Task, workload: Workload, contenders: list[Contende
     gc.collect()
     gc.freeze()  # what there is now is not looked at again
     gc.disable()
-    for number in range(task.rounds):
+    for number in range(task.rounds * workload.repeats):
         order = list(trainees)
         random.Random(f"{workload.name} {number}").shuffle(order)  # the same on all ranks
         for trainee in order:
@@ -161,7 +161,7 @@ def main(folder: Path, rank: int) -> None:
         (workload, [one for name in task.contenders if (one := BY_NAME[name]).refusal(workload) is None])
         for workload in task.chosen_workloads()
     ]
-    total = task.rounds * sum(len(contenders) for _, contenders in todo)
+    total = task.rounds * sum(workload.repeats * len(contenders) for workload, contenders in todo)
     runs = []
     with tqdm(total=total, disable=rank != 0 or not task.shows_progress) as progress:
         link = link_times(torch.device(task.device, rank) if task.device == "cuda" else torch.device("cpu"))

@@ -62,7 +62,7 @@ def summarize(
         "fixed": workload.is_fixed,
         "param_bytes": workload.param_bytes,
         "used_bytes": workload.used_bytes,
-        "rounds": task.rounds,
+        "rounds": task.rounds * workload.repeats,
         "reference": reference,
         "rows": rows,
         "left_out": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Collection
@@ -60,6 +61,7 @@ class Workload:
     Attributes:
         shape: of a rank's input.
         drop: the share of layers that a step drops; ``is_fixed``: the same ones in every step.
+        repeats: so many times as many rounds, where steps are short and what disturbs them weighs more.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Workload:
     shape: tuple[int, ...]
     drop: float = 0.0
     is_fixed: bool = False
+    repeats: int = 1
 
     def build(self) -> Layers:
         """The same on all ranks."""
@@ -108,6 +111,30 @@ def _square(width: int, *, bias: bool) -> Callable[[], nn.Module]:
     return layer
 
 
+class Convolutions(nn.Module):
+    """A residual block. Shapes: (batch, width, height, width of the image), in and out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+class Recurrent(nn.LSTM):
+    """One layer of an LSTM. Shapes: (batch, time, width), in and out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
 def workloads(*, quick: bool, drops: Collection[float]) -> list[Workload]:
     """Those of the table. ``quick``: small models that show nothing but that everything runs."""
     depth, width, shape = (6, 32, (2, 4, 32)) if quick else (24, 256, (4, 16, 256))
@@ -115,8 +142,31 @@ def workloads(*, quick: bool, drops: Collection[float]) -> list[Workload]:
     encoders = f"{depth} encoder layers"
     found = [
         Workload("large", f"8 linear layers {large} x {large}", 8, _square(large, bias=False), (4, large)),
-        Workload("small", f"{many} linear layers 32 x 32", many, _square(32, bias=True), (4, 32)),
+        Workload("small", f"{many} linear layers 32 x 32", many, _square(32, bias=True), (4, 32), repeats=5),
     ]
+    blocks, recurrent, side = (4, 4, 4) if quick else (24, 12, 8)
+    channels = 8 if quick else 64
+    for drop in (0.0, 0.5):
+        how = f"{drop:.0%} dropped" if drop else "all used"
+        shape_of_images = (4, channels, side, side)
+        found += [
+            Workload(
+                f"conv-{drop:g}",
+                f"{blocks} residual blocks of 2 convolutions, {how}",
+                blocks,
+                functools.partial(Convolutions, channels),
+                shape_of_images,
+                drop,
+            ),
+            Workload(
+                f"lstm-{drop:g}",
+                f"{recurrent} LSTM layers of width {width}, {how}",
+                recurrent,
+                functools.partial(Recurrent, width),
+                shape,
+                drop,
+            ),
+        ]
     for drop in drops:
         title = f"{encoders}, {drop:.0%} dropped, other ones each step" if drop else f"{encoders}, all used"
         found.append(Workload(f"drop-{drop:g}", title, depth, _encoder(width), shape, drop))
