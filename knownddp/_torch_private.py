@@ -173,8 +173,18 @@ def storage_view(flat: torch.Tensor, offset: int, shape: Sequence[int], strides:
 def looks_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that tells whether ``tensors`` still have the types, dtypes, devices, shapes, strides and
     requires_grad that they have now. It may say no where that is so: under another autocast or inference mode.
+
+    Asked for the strides of a tensor that has none (CSR, or a subclass that answers by itself), torch would abort.
     """
+    are_usual = all(type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided for t in tensors)
+    if not are_usual or any(t.is_nested or t.is_quantized for t in tensors):
+        return never
     return TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+
+
+def never(*_: object) -> bool:
+    """As ``looks_of`` returns it where nothing is known."""
+    return False
 
 
 def times_written(tensor: torch.Tensor) -> int:

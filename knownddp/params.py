@@ -77,10 +77,6 @@ def _addresses(live: Sequence[nn.Parameter | None]) -> list[int] | None:
     return found if all(param is not None and not param.numel() for param in silent) else None
 
 
-def _never(*_: object) -> bool:
-    return False
-
-
 class ManagedParams:
     """The parameters a wrapper reduces, in definition order, and every way to name them.
 
@@ -138,7 +134,7 @@ class ManagedParams:
         self.signature = 0  # 32 bits that ranks with the same dtypes and shapes share
         self._canonical: list[tuple[int, ...]] = []
         self.fits: list[bool] = []  # whether a tensor of dtype and strides of the spec is what ``.grad`` should be
-        self._look_alike: Callable[..., bool] = _never  # whether parameters look as they did when last read
+        self._look_alike: Callable[..., bool] = private.never  # whether parameters look as they did when last read
         self._addresses: list[int] | None = None
         self.moved = False  # whether the last ``refresh`` found any in other memory
         self._state: list[object] = []
@@ -213,7 +209,7 @@ class ManagedParams:
         for i in stand_ins:
             self.trainable[i] = False
         whole = [param for param in live if param is not None]
-        self._look_alike = private.looks_of(whole) if len(whole) == len(live) and not stand_ins else _never
+        self._look_alike = private.looks_of(whole) if len(whole) == len(live) and not stand_ins else private.never
         state: list[object] = []
         for param in live:
             state += (param.dtype, param.device, param.shape, param.stride()) if param is not None else ()

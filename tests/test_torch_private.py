@@ -84,6 +84,26 @@ def test_looks_tell_every_change_of_kind_and_layout():
     assert not private.looks_of(made())(*made()[:2], plain)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_without_strides_never_look_alike():
+    """Their strides cannot be asked for; torch would abort the process."""
+
+    class Own(Tensor):
+        pass
+
+    odd = [
+        *(torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr(), torch.ones(2).to_mkldnn()),
+        *(
+            torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+            torch.ones(2).as_subclass(Own),
+        ),
+    ]
+    for tensor in odd:
+        assert not private.looks_of([torch.ones(2), tensor])(torch.ones(2), tensor)
+    for tensor in (torch.ones(()), torch.ones(0), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)):
+        assert private.looks_of([tensor])(tensor)
+
+
 def test_looks_hold_no_tensor():
     params = [nn.Parameter(torch.ones(2))]
     looks_alike, alive = private.looks_of(params), weakref.ref(params[0])

@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workloads",
         nargs="*",
         default=(),
-        help="large, small, conv-0, conv-0.5, lstm-0, lstm-0.5, drop-0, drop-0.5, ..., fixed; default all",
+        help="large, small, conv-0.5, lstm-0, drop-0.25, ..., fixed; default all",
     )
     parser.add_argument("--contenders", nargs="*", default=(), choices=list(BY_NAME), help="default all")
     parser.add_argument("--rate", nargs="*", default=(), help="also two hosts on links of 100mbit, 1gbit, 10gbit")
