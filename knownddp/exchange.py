@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping
 from itertools import compress, repeat
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,18 +13,16 @@ from . import _torch_private as private
 from ._torch_private import storage_view
 from .errors import at_rank
 from .faults import gradient_taken_error
-from .flat import sparse_share, with_strides_of
-from .flights import Flight, Resources, Terms
+from .flat import grads_of, sparse_share, with_strides_of
+from .flights import Flight, Resources, Terms, wait_for_streams
 from .ownership import can_take, may_be_overwritten, sharing
 from .params import NOTHING
-from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
+from .plan import ALONE_BYTES, EAGER_BYTES, NOT_PLACED, BucketPlan, BucketSpec
 from .pool import GradientBucket
 from .specs import BucketKey
 from .works import DONE, Work
 
 _open: list[GradientExchange] = []
-
-_grad_of: Callable[[Tensor | None], Tensor | None] = operator.attrgetter("grad")
 
 
 class GradientExchange:
@@ -49,7 +46,9 @@ class GradientExchange:
         self._fired = resources.fired
         self._streams, self._users = resources.streams, resources.users
         self._terms = terms
+        self._divisor = 1 if terms.hook is not None else terms.divisor
         self._stood_before = stood_before
+        self._begun: dict[int, GradientBucket] = {}  # by first parameter: buckets of which some is packed
         self._flights: list[Flight] = []
         self._late_flights: list[Flight] = []
         self._launched: list[BucketSpec] = []  # lately; see ``_has_travelled``
@@ -59,7 +58,7 @@ class GradientExchange:
         if _open:
             self._leave_out(set().union(*(other.ids() for other in _open)))
         _open.append(self)
-        self.held_back = _grads_of(self._live)
+        self.held_back = grads_of(self._live)
         is_clear = all(map(operator.is_, self.held_back, repeat(None)))
         found = [] if is_clear else [i for i, grad in enumerate(self.held_back) if grad is not None]
         for i in found:
@@ -97,7 +96,7 @@ class GradientExchange:
         ``is_last`` and ``generation`` are for hooks: whether it is the last one of its plan, and the plan's generation.
         ``firing``: the parameter in whose hook this is called.
         """
-        divisor = 1 if self._terms.hook is not None else self._terms.divisor
+        divisor = self._divisor
         with private.profiled("knownddp::pack"):
             filled, flat, packed = self._pack(bucket, divisor, firing)
         self._launched.append(bucket)
@@ -116,15 +115,15 @@ class GradientExchange:
             return self._pack_any(bucket, divisor)
         if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first, firing):
             return self._in_place(bucket, divisor)
-        filled = self._pool.take(bucket)
-        grads = _grads_of(filled.params)
-        if not filled.is_whole or not _are_all_there(grads):
+        filled = self._begun.pop(first, None) or self._pool.take(bucket)
+        grads = grads_of(filled.params)
+        if not filled.is_whole or filled.misses(grads):
             return self._pack_any(bucket, divisor, filled)
-        self._wait_for_streams(bucket, grads)
+        wait_for_streams(bucket, grads, self._streams)
         try:
             filled.copy(grads, divisor)
         except RuntimeError:
-            if all(grad.layout is torch.strided for grad in grads):
+            if all(grad is None or grad.layout is torch.strided for grad in grads):
                 raise
             filled.fill(grads, [None] * len(grads), divisor)
         return filled, filled.flat, filled.views
@@ -142,13 +141,34 @@ class GradientExchange:
             held_back = [None if travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
             held_back = [None] * len(grads)
-        self._wait_for_streams(bucket, grads)
+        wait_for_streams(bucket, grads, self._streams)
         if bucket.is_sparse:
             share = sparse_share(grads[0], held_back[0], self._params.specs[bucket.param_indices[0]], divisor)
             return None, share, [share]
         filled = filled or self._pool.take(bucket)
         filled.fill(grads, held_back, divisor)
         return filled, filled.flat, filled.views
+
+    @torch.no_grad()
+    def pack_early(self, plan: BucketPlan, param_index: int) -> None:
+        """Pack a gradient that just came, if it is large and its bucket waits for others: it is at hand now, and its
+        memory is free at once. Should it come again before the bucket goes, that is added.
+        """
+        position, param = plan.bucket_of[param_index], self._live[param_index]
+        if position < len(self._flights) or param is None or not EAGER_BYTES <= param.nbytes < ALONE_BYTES:
+            return
+        bucket, grad = plan.buckets[position], param.grad
+        may_pack = self._is_plain and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1
+        if not may_pack or type(grad) is not Tensor or grad.layout is not torch.strided or grad.device.type != "cpu":
+            return
+        first = bucket.param_indices[0]
+        filled = self._begun.get(first) or self._pool.take(bucket)
+        place = bucket.param_indices.index(param_index)
+        if filled.is_whole and place not in filled.written:
+            self._begun[first] = filled
+            filled.write(place, grad, self._divisor)
+            self._travelled[param_index] = 1
+            param.grad = None
 
     def _has_travelled(self) -> bytearray:
         """A byte for each parameter: 1 if what was held back of it is on its way."""
@@ -164,7 +184,7 @@ class GradientExchange:
         param = self._live[param_index]
         assert param is not None and param.grad is not None
         grad = param.grad
-        self._wait_for_streams(bucket, [grad])
+        wait_for_streams(bucket, [grad], self._streams)
         return None, storage_view(grad, 0, (grad.numel(),), (1,)).div_(divisor), [grad]
 
     def _give_up(self, bucket: BucketSpec, filled: GradientBucket | None) -> None:
@@ -205,18 +225,6 @@ class GradientExchange:
         # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
         elif bucket.is_sparse or flat.numel():
             flight.work = self._comm.all_reduce_sum(flat, is_waited_for=is_last)
-
-    def _wait_for_streams(self, bucket: BucketSpec, grads: Sequence[Tensor | None]) -> None:
-        """Order packing behind accumulations on other streams, and keep their memory until it is done."""
-        if not self._streams:
-            return
-        for i, grad in zip(bucket.param_indices, grads, strict=True):
-            stream = self._streams.get(i)
-            if grad is not None and stream is not None:
-                current = torch.accelerator.current_stream(grad.device)
-                if stream != current:
-                    current.wait_stream(stream)
-                    grad.record_stream(current)
 
     def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> BaseException | None:
         """Launch what is left of ``plan``, whether full or not: peers wait for it.
@@ -379,19 +387,6 @@ class GradientExchange:
             param.grad = before.copy_(mean)
         else:
             param.grad = with_strides_of(param, mean)
-
-
-def _grads_of(params: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What stands in ``.grad``; of one that was removed nothing does."""
-    try:
-        return list(map(_grad_of, params))
-    except AttributeError:
-        return [param.grad if param is not None else None for param in params]
-
-
-def _are_all_there(grads: list[Tensor | None]) -> TypeGuard[list[Tensor]]:
-    """Whether none is None. (``None in grads`` would compare the elements of each.)"""
-    return all(map(operator.is_not, grads, repeat(None)))
 
 
 def is_held_elsewhere(param: Tensor, here: GradientExchange | None) -> bool:

@@ -7,8 +7,10 @@ falls. So every parameter has one canonical layout, the same on all ranks, and c
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Final
 
 import torch
@@ -77,7 +79,7 @@ class FlatBucket:
         memory: 1-D, of at least as many elements; None: fresh memory.
     """
 
-    __slots__ = ("_num_users", "_references", "_writes_one_by_one", "flat", "memory", "views")
+    __slots__ = ("_num_users", "_references", "_writes_one_by_one", "flat", "memory", "views", "written")
 
     def __init__(self, specs: Sequence[ParamSpec], memory: Tensor | None = None) -> None:
         key: BucketKey = specs[0].key
@@ -86,6 +88,7 @@ class FlatBucket:
         self.flat = storage_view(self.memory, 0, (numel,), (1,))
         self.views = sliced(self.flat, specs)
         self._writes_one_by_one = numel * key.dtype.itemsize >= ONE_BY_ONE_BYTES * len(specs)
+        self.written: set[int] = set()  # positions of gradients that were written already, by ``write``
         self._references = self._count_references()
         self._num_users = 2 + len(specs)
 
@@ -100,31 +103,47 @@ class FlatBucket:
         """
         return self._count_references() == self._references and storage_users(self.memory) == self._num_users
 
-    def copy(self, grads: list[Tensor], divisor: int) -> None:
+    def write(self, position: int, grad: Tensor, divisor: int) -> None:
+        """One gradient ahead of the others. It is strided."""
+        _write_share(self.views[position], grad, divisor)
+        self.written.add(position)
+
+    def misses(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether one is None that was not written."""
+        if not self.written:
+            return any(map(operator.is_, grads, repeat(None)))
+        return any(grad is None and position not in self.written for position, grad in enumerate(grads))
+
+    def copy(self, grads: Sequence[Tensor | None], divisor: int) -> None:
         """``fill`` where every gradient is there and strided, and nothing was held back.
 
         Raises:
             RuntimeError: one is not strided.
         """
-        if not self._writes_one_by_one:  # few bytes each: calls are what costs
-            torch._foreach_copy_(self.views, grads)
+        if self.written:
+            self.fill(grads, [None] * len(grads), divisor)
+        elif self._writes_one_by_one:  # many bytes each: passes over memory are what costs
+            for view, grad in zip(self.views, grads, strict=True):
+                _write_share(view, grad, divisor)  # type: ignore[arg-type]
+        else:  # few bytes each: calls are
+            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
             self._divide(divisor)
-            return
-        for view, grad in zip(self.views, grads, strict=True):  # many bytes each: passes over memory are
-            if grad.dtype is view.dtype:
-                torch.div(grad, divisor, out=view)
-            else:
-                view.copy_(grad).div_(divisor)
 
     def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
-        """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero.
+        """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero. To what was written
+        already ``grad / divisor`` is added.
 
         Shapes: those of the parameters, any strides, any layout.
         Numerics: the sum is formed in the wider dtype of gradient and ``flat`` and rounded once to that of ``flat``,
         then the quotient once, before anything is summed over ranks, so that float16 does not overflow on the way.
         """
-        present, sources = [], []
-        for view, grad, old in zip(self.views, grads, held_back, strict=True):
+        present, sources, rest = [], [], []
+        for position, (view, grad, old) in enumerate(zip(self.views, grads, held_back, strict=True)):
+            if position in self.written:
+                if grad is not None:
+                    view.add_(dense(grad).to(view.dtype) / divisor)
+                continue
+            rest.append(view)
             if grad is None and old is None:
                 view.zero_()
             elif grad is None or old is None:
@@ -138,11 +157,32 @@ class FlatBucket:
                 view.copy_(dense(old)).add_(dense(grad))
         if present:
             torch._foreach_copy_(present, sources)
-        self._divide(divisor)
+        if not self.written:
+            self._divide(divisor)
+        elif rest and divisor != 1:
+            torch._foreach_div_(rest, divisor)
 
     def _divide(self, divisor: int) -> None:
         if divisor != 1:
             self.flat.div_(divisor)
+
+
+def _write_share(view: Tensor, grad: Tensor, divisor: int) -> None:
+    if grad.dtype is view.dtype:
+        torch.div(grad, divisor, out=view)
+    else:
+        view.copy_(grad).div_(divisor)
+
+
+_grad_of: Callable[[Tensor | None], Tensor | None] = operator.attrgetter("grad")
+
+
+def grads_of(params: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What stands in ``.grad``; of a parameter that was removed nothing does."""
+    try:
+        return list(map(_grad_of, params))
+    except AttributeError:
+        return [param.grad if param is not None else None for param in params]
 
 
 def dense(grad: Tensor) -> Tensor:

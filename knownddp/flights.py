@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,3 +75,16 @@ class Terms:
     divisor: int
     hook: CommHook | None = None
     contributes: bool = True
+
+
+def wait_for_streams(bucket: BucketSpec, grads: Sequence[Tensor | None], streams: Mapping[int, torch.Stream]) -> None:
+    """Order what follows behind accumulations on other ``streams``, and keep the memory of ``grads`` until then."""
+    if not streams:
+        return
+    for i, grad in zip(bucket.param_indices, grads, strict=True):
+        stream = streams.get(i)
+        if grad is not None and stream is not None:
+            current = torch.accelerator.current_stream(grad.device)
+            if stream != current:
+                current.wait_stream(stream)
+                grad.record_stream(current)

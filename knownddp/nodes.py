@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _torch_private as private
 from .countdown import Countdown
 from .ownership import users_in_hook, usual_references_to_arrived
-from .plan import ALONE_BYTES, NOT_PLACED
+from .plan import ALONE_BYTES, EAGER_BYTES, NOT_PLACED
 
 
 class GradientNodes:
@@ -85,10 +85,17 @@ class GradientNodes:
             users[param_index] = users_in_hook(param, grads)
             (hook if device.type == "cpu" else hook_on_stream)(inputs, grads)
 
+        def hook_of_middle(_: object, grads: Sequence[torch.Tensor | None]) -> None:
+            report = on_ready()  # each time, as it may be packed at once
+            if report is not None:
+                report(param_index, grads[0])
+
         if param.nbytes >= ALONE_BYTES:
             usual_references_to_arrived()  # while no backward runs
             return hook_of_large
-        return hook if device.type == "cpu" else hook_on_stream
+        if device.type != "cpu":
+            return hook_on_stream
+        return hook_of_middle if param.nbytes >= EAGER_BYTES else hook
 
     def remove(self) -> None:
         """Take all hooks off. The nodes are kept: a hook may be running on one."""

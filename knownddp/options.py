@@ -25,8 +25,9 @@ MIB = 2**20
 # DistributedDataParallel's: a small first bucket starts the wire early, later ones amortise latency.
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
-# Over gloo latency is soon amortised; smaller buckets overlap more and keep fewer local gradients waiting in memory.
-GLOO_CAP_BYTES = 4 * MIB
+# Over gloo: a first one that soon keeps a slow link busy, and few in all, as each takes turns of gloo's threads. When
+# one is through on a slow link, the next one is ready.
+GLOO_CAP_BYTES = (4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB)
 
 STATIC_FINDS = (
     "find_unused_parameters=True does nothing beside static_graph=True: the first backward shows which parameters are "
@@ -142,7 +143,7 @@ def gather_options(
 
 def default_cap_bytes(backend: str) -> tuple[int, ...]:
     """Limits where none are given, by the name of the group's backend."""
-    return (GLOO_CAP_BYTES,) if backend == "gloo" else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
+    return GLOO_CAP_BYTES if backend == "gloo" else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
 
 
 def _cap_bytes(

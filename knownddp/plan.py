@@ -24,6 +24,9 @@ NOT_PLACED = -1
 # A gradient this large travels alone, so that it needs not be copied.
 ALONE_BYTES = 4 * 2**20
 
+# One this large is packed as soon as it is there, while it is in the processor's cache; smaller ones together.
+EAGER_BYTES = 64 * 2**10
+
 
 class BucketSpec(NamedTuple):
     """One planned bucket.

@@ -80,6 +80,7 @@ class FlatPool:
         layout = bucket.param_indices
         kept = self._kept.pop(layout, None)
         if kept is not None and kept.is_free():
+            kept.written.clear()
             return kept
         del kept
         return GradientBucket(self._params, layout, self._free_memory(layout) if self._kept else None)

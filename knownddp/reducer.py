@@ -3,8 +3,8 @@ of a window, up to the end of the backward; ``closing.py`` is the second.
 
 One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
 accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go ->
-``GradientExchange.launch`` packs and all-reduces them -> the end of the backward runs ``closing_steps``: what never
-came is sent as zeros, CLOSE is exchanged, means are handed back, and a late round follows where one is due.
+``GradientExchange.launch`` packs and all-reduces them -> ``closing_steps`` at the end of the backward: what never came
+is sent as zeros, CLOSE is exchanged, means are handed back, and a late round follows where one is due.
 """
 
 from __future__ import annotations
@@ -142,10 +142,8 @@ class Reducer(Closing, StockReducer):
     def check_finished(self, *, judges: bool) -> None:
         """A synchronising forward outside of a backward begins: is the last backward complete?
 
-        ``judges``: raise if parameters were promised and no rank touched them.
-
         Raises:
-            UnfinishedBackwardError: that is so; on every rank.
+            UnfinishedBackwardError: this ``judges``, and no rank touched parameters that were promised; on every rank.
             PeerError: a collective failed earlier.
         """
         with self.lock:  # on an accelerator the end of a backward that raised may still be running
@@ -347,7 +345,7 @@ class Reducer(Closing, StockReducer):
     # -- reduce
 
     def _on_grad_ready(self, param_index: int, grad: Tensor | None) -> None:
-        """``grad`` was accumulated into the parameter's ``.grad``; None: an autograd Function returned no gradient."""
+        """``grad`` was accumulated into ``.grad``; None: an autograd Function returned no gradient."""
         with self.lock:
             if grad is None:
                 if self.window is not None:
@@ -368,6 +366,8 @@ class Reducer(Closing, StockReducer):
             self.launch(window, self.protocol.ready(param_index), firing=param_index)
             if self.may_look_at_opening(window):
                 self.look_at_opening(window, firing=param_index)
+            if self.protocol.phase is Phase.REDUCING:  # else the plan is but a guess
+                window.gradients.pack_early(self.protocol.plan, param_index)
 
     def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.

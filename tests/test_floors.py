@@ -75,6 +75,7 @@ PRIVATE = {
     ("ownership", "_is_gil_enabled"),  # of Python
     ("exchange", "_values"),  # of a sparse tensor that is not coalesced yet
     ("flat", "_foreach_copy_"),  # one call for many copies
+    ("flat", "_foreach_div_"),
     ("join", "_join_config"),  # what torch's Join sets
     ("nodes", "_getframe"),  # of sys
     ("outputs", "_fields"),  # what tells a named tuple

@@ -119,7 +119,7 @@ SEEDS: Final = (
     Seed(
         "small shares are copied and not divided",
         FLAT,
-        "grads)\n            self._divide(divisor)",
+        "grads)  # type: ignore[arg-type]\n            self._divide(divisor)",
         "grads)",
         ("C7", "C8", "C11"),
     ),
@@ -148,8 +148,8 @@ SEEDS: Final = (
     Seed(
         "nobody divides",
         EXCHANGE,
-        "divisor = 1 if self._terms.hook is not None else self._terms.divisor",
-        "divisor = 1",
+        "self._divisor = 1 if terms.hook is not None else terms.divisor",
+        "self._divisor = 1",
         ("C11",),
     ),
     Seed(

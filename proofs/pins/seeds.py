@@ -89,8 +89,8 @@ SEEDS: Final = (
     Seed(
         "shares are divided by two, whatever the number of ranks",
         "knownddp/exchange.py",
-        "        divisor = 1 if self._terms.hook is not None else self._terms.divisor\n",
-        "        divisor = 1 if self._terms.hook is not None else 2\n",
+        "        self._divisor = 1 if terms.hook is not None else terms.divisor\n",
+        "        self._divisor = 1 if terms.hook is not None else 2\n",
         ("P2", "P5"),
     ),
     Seed(

@@ -78,7 +78,7 @@ def python_calls(
     module = Tiny(num_params)
     cap_bytes = sum(p.nbytes for p in module.parameters()) // num_buckets
     with (
-        mock.patch.object(options, "GLOO_CAP_BYTES", cap_bytes),
+        mock.patch.object(options, "GLOO_CAP_BYTES", (cap_bytes,)),
         mock.patch("knownddp.ddp.collectives_over", collectives),
     ):
         wrapper = contender.wrap(module)

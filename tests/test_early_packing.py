@@ -1,0 +1,158 @@
+"""Gradients of some size are packed as soon as they are there, before their bucket is full.
+
+Inputs are rank r -> r + 1, so on two ranks the mean of a gradient that is the input is 1.5. Under "same" what is
+expected is known as a backward begins, so that packing does not depend on when messages come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import Fails, make, raises_everywhere
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
+
+from knownddp import KnownDDP, PeerFailedError
+from knownddp.plan import EAGER_BYTES
+
+SIDE = 128  # a float32 matrix of this side is just as large
+
+
+class Wide(nn.Module):
+    """``forward(x)`` is x times the sum of all elements. The backward comes to the weights first, then to the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(SIDE, SIDE))
+        self.second = nn.Parameter(torch.ones(SIDE, SIDE))
+        self.bias = nn.Parameter(torch.ones(3))
+        self.fails = False
+
+    def forward(self, x: float, names: Sequence[str] = ("second", "first"), times: int = 1) -> Tensor:
+        """``times``: so often the gradient of each weight comes."""
+        bias = Fails.apply(self.bias) if self.fails else self.bias
+        total = (bias * x).sum()
+        t = torch.tensor(float(x), requires_grad=True)
+        for name in names:
+            weight = getattr(self, name)
+            if times == 1:
+                total = total + (weight * x).sum()
+            else:
+                for _ in range(times):
+                    total = total + checkpoint(lambda t, w=weight: (w * t).sum(), t, use_reentrant=True)
+        return total
+
+
+def _values(model: KnownDDP) -> list[float | None]:
+    """What all elements of each gradient are."""
+    found: list[float | None] = []
+    for param in model.parameters():
+        found.append(None if param.grad is None else param.grad.flatten()[0].item())
+        assert param.grad is None or (param.grad == param.grad.flatten()[0]).all()
+    return found
+
+
+def _learnt(**options: Any) -> KnownDDP:
+    """A wrapper that has seen the order of gradients."""
+    _, model = make(Wide, unused_agreement="same", **options)
+    model(1.0).backward()
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def _packs_early(rank: int, options: dict[str, Any]) -> tuple[list[bool], list[float | None]]:
+    model = _learnt(**options)
+    module, seen = model.module, []
+    handle = module.bias.register_hook(lambda _: seen.extend([module.first.grad is None, module.second.grad is None]))
+    model(rank + 1.0).backward()
+    handle.remove()
+    return seen, _values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_its_memory_is_given_up_before_the_bucket_is_full(ranks, world, options):
+    """(1 + ... + N) / N; in bfloat16 thirds are rounded before they are summed, so no third rank there."""
+    assert torch.ones(SIDE, SIDE).nbytes == EAGER_BYTES
+    if world == 3 and options:
+        pytest.skip("thirds are not exact")
+    for seen, values in ranks(world, _packs_early, options):
+        assert seen == [True, True]
+        assert values == pytest.approx([(world + 1) / 2] * 3)
+
+
+def _comes_again(rank: int) -> list[float | None]:
+    model = _learnt()
+    model(rank + 1.0, times=3).backward()
+    return _values(model)
+
+
+def test_what_comes_again_before_the_bucket_goes_is_added(ranks):
+    """Three times the input for the weights."""
+    assert ranks(2, _comes_again) == [[4.5, 4.5, 1.5]] * 2
+
+
+def _misses(rank: int, names: list[tuple[str, ...]]) -> list[float | None]:
+    model = _learnt()
+    model(rank + 1.0, names[rank]).backward()
+    return _values(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ([("first",), ("first",)], [1.5, None, 1.5]),
+        ([("first",), ("second",)], [0.5, 1.0, 1.5]),
+        ([("first", "second"), ()], [0.5, 0.5, 1.5]),
+    ],
+)
+def test_what_does_not_come_counts_as_zero(ranks, names, wanted):
+    """The bucket goes when the backward is over. A weight that no rank used has no gradient."""
+    assert ranks(2, _misses, names) == [wanted] * 2
+
+
+def _fails(rank: int) -> list[list[float | None]]:
+    model = _learnt()
+    model.module.fails = rank == 1
+    raises_everywhere(lambda: model(rank + 1.0).backward(), ArithmeticError if rank == 1 else PeerFailedError)
+    after = _values(model)
+    model.module.fails = False
+    model(rank + 1.0).backward()
+    return [after, _values(model)]
+
+
+def test_after_an_error_nothing_of_it_is_left(ranks):
+    assert ranks(2, _fails) == [[[None] * 3, [1.5] * 3]] * 2
+
+
+def _hooked(rank: int) -> list[float | None]:
+    model = _learnt()
+    model.register_comm_hook(None, allreduce_hook)
+    model(rank + 1.0).backward()
+    return _values(model)
+
+
+def test_a_communication_hook_is_given_undivided_gradients(ranks):
+    """It divides by itself."""
+    assert ranks(2, _hooked) == [[1.5] * 3] * 2
+
+
+def _accumulates(rank: int) -> list[list[float | None]]:
+    """Over two synchronising backwards, and over one that is not and one that is."""
+    found = []
+    for synchronises in (True, False):
+        model = _learnt()
+        model.require_backward_grad_sync = synchronises
+        model(rank + 1.0).backward()
+        model.require_backward_grad_sync = True
+        model(rank + 1.0).backward()
+        found.append(_values(model))
+    return found
+
+
+def test_gradients_that_stood_there_are_added(ranks):
+    assert ranks(2, _accumulates) == [[[3.0] * 3] * 2] * 2
