@@ -22,7 +22,7 @@ from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .outcomes import Fault
 from .params import ManagedParams
-from .plan import NOT_PLACED, Planner
+from .plan import EAGER_BYTES, NOT_PLACED, Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import LocalBackward, Window
@@ -68,14 +68,14 @@ class Closing:
         combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
 
-    def may_look_at_opening(self, window: Window) -> bool:
-        """Whether a bucket may go if OPEN tells what is expected, and OPEN is there.
+    def may_look_at_opening(self, window: Window, nbytes: int) -> bool:
+        """Whether a bucket may go, or a gradient of ``nbytes`` be packed, if OPEN tells what is expected; and it does.
 
         In program order all ranks look at the same gradient, to launch there: they wait for it.
         """
-        if not self.protocol.wants_opening or window.opening is None:
-            return False
-        return self.protocol.in_program_order or window.opening[0].is_completed()
+        if window.opening is None or self.protocol.in_program_order:
+            return window.opening is not None and self.protocol.wants_opening
+        return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening[0].is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True, firing: int = NOT_PLACED) -> None:
         """OPEN has come back, or must be waited for. ``firing``: as for ``launch``."""

@@ -19,7 +19,7 @@ from .ownership import COUNTS_TELL
 from .params import ManagedParams
 from .plan import BucketSpec
 
-MAX_SLACK = 2  # memory is used for a bucket that needs no less than this fraction of it
+MAX_SLACK = 1.1  # memory is used for a bucket that it exceeds by no more than this factor
 
 
 _dtype = operator.attrgetter("dtype")

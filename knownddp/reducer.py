@@ -33,7 +33,7 @@ from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .params import ManagedParams
-from .plan import Planner
+from .plan import EAGER_BYTES, Planner
 from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
@@ -364,9 +364,9 @@ class Reducer(Closing, StockReducer):
             if window is None or (window.outcome is not None and window.outcome.fault is not None):
                 return
             self.launch(window, self.protocol.ready(param_index), firing=param_index)
-            if self.may_look_at_opening(window):
+            if self.may_look_at_opening(window, param.nbytes):
                 self.look_at_opening(window, firing=param_index)
-            if self.protocol.phase is Phase.REDUCING:  # else the plan is but a guess
+            if param.nbytes >= EAGER_BYTES and self.protocol.phase is Phase.REDUCING:  # else the plan is but a guess
                 window.gradients.pack_early(self.protocol.plan, param_index)
 
     def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:

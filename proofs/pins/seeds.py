@@ -159,8 +159,8 @@ SEEDS: Final = (
     Seed(
         "a hook waits for OPEN where it should look",
         "knownddp/closing.py",
-        "return self.protocol.in_program_order or window.opening[0].is_completed()",
-        "return True",
+        "return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening[0].is_completed()",
+        "return self.protocol.wants_opening",
         ("P2", "P4"),
     ),
 )
