@@ -124,16 +124,16 @@ class BufferSync:
         self.source = 0
         self.hook: BufferHook | None = None
         self._module = module
-        self._places = [part._buffers for part in module.modules()]
         self._ignored = ignored
+        self._has_any = bool(named_buffers(module, ignored))
         self._comm = comm
         self.has_exchanged = False  # in this window
         self._futures: list[Any] = []
         self._sending: list[tuple[Work, Tensor]] = []  # rank 0 does not wait; the tensors must live that long
 
     def current(self) -> dict[str, Tensor]:
-        """The buffers by name, without ignored ones. None in modules that came later, if there were none before."""
-        return named_buffers(self._module, self._ignored) if any(self._places) else {}
+        """The buffers by name, without ignored ones. None, as in stock, if there was none at construction."""
+        return named_buffers(self._module, self._ignored) if self._has_any else {}
 
     @property
     def is_due(self) -> bool:

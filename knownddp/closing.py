@@ -69,12 +69,14 @@ class Closing:
         return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
 
     def may_look_at_opening(self, window: Window, nbytes: int) -> bool:
-        """Whether a bucket may go, or a gradient of ``nbytes`` be packed, if OPEN tells what is expected; and it does.
+        """Whether to look at OPEN: a bucket may go then, or a gradient of ``nbytes`` be packed; and it is there.
 
         In program order all ranks look at the same gradient, to launch there: they wait for it.
         """
-        if window.opening is None or self.protocol.in_program_order:
-            return window.opening is not None and self.protocol.wants_opening
+        if window.opening is None:
+            return False
+        if self.protocol.in_program_order:
+            return self.protocol.wants_opening
         return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening[0].is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True, firing: int = NOT_PLACED) -> None:

@@ -6,7 +6,7 @@ each other's traffic; gloo then aborts the process or sums unlike things without
 
 [Note: two ranks] gloo sums in a ring that every tensor passes twice, in pieces, each of which wakes its threads. Two
 ranks may as well swap theirs and add: as many bytes, one hop, half of the processor's time, and the same sum bit for
-bit. But the adding is then done by the thread that waits; it has nothing else to do at the end of a backward alone.
+bit. But the adding is then done by the thread that waits, and it has nothing else to do at the end of a backward alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .works import DONE, PythonWork, UnfinishedWork, Work, run
 # Up to which a message goes from each rank to each other. N - 1 of them are sent then, instead of two in the ring's
 # pieces; but it is the hops that cost where a message is shorter than what a link carries in the time of two.
 DIRECT_BYTES = 16 * 2**10
+DIRECT_BYTES_IN_ALL = 4 * 2**20  # what a rank sends and receives at most
 # Up to which a flat is swapped. Adding it is this process's work, and takes as much memory once more.
 SWAP_BYTES = 4 * 2**20
 
@@ -94,22 +95,26 @@ class Collectives:
 
     # -- data lane
 
-    def all_reduce_sum(self, tensor: Tensor, *, is_waited_for: bool = False) -> Work:
+    def room_to_swap(self, tensor: Tensor) -> Tensor | None:
+        """Memory for the other rank's ``tensor`` where swapping it is worth it, else None; the same on all ranks.
+
+        To be asked for the last bucket of a plan alone; see [Note: two ranks].
+        """
+        is_alike = not tensor.is_sparse and tensor.device.type == "cpu" and tensor.nbytes <= SWAP_BYTES
+        return torch.empty_like(tensor) if self.world_size == 2 and self._is_own_gloo and is_alike else None
+
+    def all_reduce_sum(self, tensor: Tensor, room: Tensor | None = None) -> Work:
         """Sum ``tensor`` (1-D contiguous, or coalesced sparse) over ranks, in place.
 
-        ``is_waited_for``: on all ranks alike, the backward is over when this is done. See [Note: two ranks].
+        ``room``: what ``room_to_swap`` returned. The sum is then there after ``wait`` alone.
         """
-        is_swapped = is_waited_for and self.world_size == 2 and self._is_own_gloo
-        if is_swapped and not tensor.is_sparse and tensor.nbytes <= SWAP_BYTES:
-            return self._swap_and_add(tensor)
-        return _work(dist.all_reduce(tensor, group=self._data_lane(), async_op=True), tensor)
-
-    def _swap_and_add(self, tensor: Tensor) -> Work:
-        received = torch.empty_like(tensor)
+        group = self._data_lane()
+        if room is None:
+            return _work(dist.all_reduce(tensor, group=group, async_op=True), tensor)
         whole = [0, tensor.nbytes] if self.rank == 0 else [tensor.nbytes, 0]
-        sent, came = tensor.view(torch.uint8), received.view(torch.uint8)
-        work = dist.all_to_all_single(came, sent, whole, whole, group=self._data_lane(), async_op=True)
-        return UnfinishedWork(_work(work), functools.partial(tensor.add_, received))
+        sent, received = tensor.view(torch.uint8), room.view(torch.uint8)
+        work = dist.all_to_all_single(received, sent, whole, whole, group=group, async_op=True)
+        return UnfinishedWork(_work(work), functools.partial(tensor.add_, room))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
         """Overwrite ``tensor`` (1-D contiguous) with that of group rank ``source``."""
@@ -123,7 +128,8 @@ class Collectives:
         Small messages go from each rank to each other, which takes one hop; gloo's all-reduce is a ring of 2 (N - 1).
         """
         group = self._control_lane()
-        if group is not self.parent and message.numel() <= DIRECT_BYTES:
+        in_all = self.world_size * message.numel()
+        if group is not self.parent and message.numel() <= DIRECT_BYTES and in_all <= DIRECT_BYTES_IN_ALL:
             sent = torch.cat([message] * self.world_size)
             received = torch.zeros_like(sent)
             work = _work(dist.all_to_all_single(received, sent, group=group, async_op=True))
@@ -171,7 +177,10 @@ class Alone(Collectives):
     def retire(self) -> None:
         """Nothing was made."""
 
-    def all_reduce_sum(self, tensor: Tensor, *, is_waited_for: bool = False) -> Work:
+    def room_to_swap(self, tensor: Tensor) -> Tensor | None:
+        return None
+
+    def all_reduce_sum(self, tensor: Tensor, room: Tensor | None = None) -> Work:
         return DONE
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:

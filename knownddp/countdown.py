@@ -1,6 +1,6 @@
 """How many gradients each bucket still waits for: what the protocol and the hooks on gradients share.
 
-[Note: counting] Most gradients decide nothing: their bucket waits for others still. A hook counts such a one by itself
+[Note: counting] Most gradients decide nothing: their bucket waits for others still. A hook counts a small one by itself
 (``counts``, which ``nodes.py`` has written out, as a call costs more than what it does); all others go through
 ``WindowProtocol.ready``. The lists stay the same objects, so that hooks reach them without a look-up. There is no lock:
 hooks count by themselves only where all parameters lie on one device, as the engine then runs them on one thread.

@@ -59,7 +59,7 @@ class KnownDDP(LifeCycle):
         init_sync: check that ranks hold the same model and start from rank 0's values. False: the caller vouches for
             both, and the constructor issues no collective.
         process_group: the ranks to average over; default all.
-        bucket_cap_mb: bucket size in MiB; default 4 over gloo, elsewhere 1 for the first bucket and 25 for the others.
+        bucket_cap_mb: bucket size in MiB; default 4, 8, 16 and then 25 over gloo, elsewhere 1 and then 25.
             A parameter of 4 MiB or more is a bucket of its own.
         find_unused_parameters: ask the autograd engine at the start of each backward which parameters it will reach.
             What no rank reaches is not sent. Nothing needs to be declared.

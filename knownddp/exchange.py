@@ -1,4 +1,4 @@
-"""The gradients of one window: taken out of ``.grad``, packed, all-reduced, and handed back as means."""
+"""The gradients of one window: taken out of ``.grad``, packed, summed over ranks, and handed back as means."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GradientExchange:
 
     What stands in ``.grad`` when the backward begins is held back, so that autograd makes fresh local gradients: after
     an error it is put back as it was, and a gradient that comes after its bucket left is told apart from one that
-    travelled. At launch ``.grad`` is given up, so memory is free early.
+    travelled. Once packed, at launch or before, ``.grad`` is given up, so memory is free early.
 
     Args:
         resources: those of the wrapper.
@@ -123,7 +123,7 @@ class GradientExchange:
         try:
             filled.copy(grads, divisor)
         except RuntimeError:
-            if all(grad is None or grad.layout is torch.strided for grad in grads):
+            if filled.written or all(grad is not None and grad.layout is torch.strided for grad in grads):
                 raise
             filled.fill(grads, [None] * len(grads), divisor)
         return filled, filled.flat, filled.views
@@ -152,7 +152,7 @@ class GradientExchange:
     @torch.no_grad()
     def pack_early(self, plan: BucketPlan, param_index: int) -> None:
         """Pack a gradient that just came, if it is large and its bucket waits for others: it is at hand now, and its
-        memory is free at once. Should it come again before the bucket goes, that is added.
+        memory is free at once. If it comes again before the bucket goes, that is added, rounded by itself.
         """
         position, param = plan.bucket_of[param_index], self._live[param_index]
         if position < len(self._flights) or param is None or not EAGER_BYTES <= param.nbytes < ALONE_BYTES:
@@ -163,10 +163,9 @@ class GradientExchange:
             return
         first = bucket.param_indices[0]
         filled = self._begun.get(first) or self._pool.take(bucket)
-        place = bucket.param_indices.index(param_index)
-        if filled.is_whole and place not in filled.written:
-            self._begun[first] = filled
-            filled.write(place, grad, self._divisor)
+        self._begun[first] = filled
+        if filled.is_whole:
+            filled.write(bucket.param_indices.index(param_index), grad, self._divisor)
             self._travelled[param_index] = 1
             param.grad = None
 
@@ -217,6 +216,7 @@ class GradientExchange:
         # Should it raise: the bucket counts as launched, since a hook may have called collectives already.
         stream = torch.accelerator.current_stream(flat.device) if flat.device.type != "cpu" else None
         flight = Flight(bucket, DONE, packed, filled if self._terms.hook is None else None, stream)
+        room = self._comm.room_to_swap(flat) if is_last and self._terms.hook is None else None  # may run out of memory
         self._flights.append(flight)
         if self._terms.hook is not None:
             specs = [self._params.specs[i] for i in bucket.param_indices]
@@ -224,7 +224,7 @@ class GradientExchange:
             flight.work = self._terms.hook.run(bucket, flat, specs, params, is_last=is_last, generation=generation)
         # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
         elif bucket.is_sparse or flat.numel():
-            flight.work = self._comm.all_reduce_sum(flat, is_waited_for=is_last)
+            flight.work = self._comm.all_reduce_sum(flat, room)
 
     def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> BaseException | None:
         """Launch what is left of ``plan``, whether full or not: peers wait for it.
@@ -368,6 +368,7 @@ class GradientExchange:
 
     def restore(self) -> None:
         """Everything as it was when the backward began."""
+        self._begun.clear()
         for i, before in enumerate(self.held_back):
             self._set(i, self._stood_before.get(i, before))
 

@@ -99,12 +99,15 @@ class FlatBucket:
         """Whether nobody else refers to its memory: no ``.grad``, no alias of one.
 
         Those who refer to ``flat`` itself do not count: a backend's thread may do so for a moment longer than a
-        collective takes.
+        collective takes. (One that still has it as bytes does; then fresh memory is taken.)
         """
         return self._count_references() == self._references and storage_users(self.memory) == self._num_users
 
     def write(self, position: int, grad: Tensor, divisor: int) -> None:
-        """One gradient ahead of the others. It is strided."""
+        """One gradient ahead of the others; another one of the same parameter is added. It is strided."""
+        if position in self.written:
+            self.views[position].add_(grad.to(self.flat.dtype) / divisor)
+            return
         _write_share(self.views[position], grad, divisor)
         self.written.add(position)
 
@@ -115,7 +118,7 @@ class FlatBucket:
         return any(grad is None and position not in self.written for position, grad in enumerate(grads))
 
     def copy(self, grads: Sequence[Tensor | None], divisor: int) -> None:
-        """``fill`` where every gradient is there and strided, and nothing was held back.
+        """``fill`` where nothing was held back, and every gradient that was not written already is there and strided.
 
         Raises:
             RuntimeError: one is not strided.
@@ -131,7 +134,7 @@ class FlatBucket:
 
     def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
         """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero. To what was written
-        already ``grad / divisor`` is added.
+        already ``grad / divisor`` is added, rounded by itself.
 
         Shapes: those of the parameters, any strides, any layout.
         Numerics: the sum is formed in the wider dtype of gradient and ``flat`` and rounded once to that of ``flat``,

@@ -24,7 +24,7 @@ class GradientNodes:
         num_params: how many parameters there are.
         on_ready: called with a parameter's index and its gradient, after it was accumulated into ``.grad``; with None
             if the gradient is undefined. Held weakly: hooks die with the object it is a method of.
-        countdown: counts those of which nothing follows; ``on_ready`` is not called for them.
+        countdown: counts those of which nothing follows; ``on_ready`` is not called for them, unless they are large.
     """
 
     def __init__(

@@ -209,12 +209,14 @@ class ManagedParams:
         for i in stand_ins:
             self.trainable[i] = False
         whole = [param for param in live if param is not None]
-        self._look_alike = private.looks_of(whole) if len(whole) == len(live) and not stand_ins else private.never
+        look_alike = private.looks_of(whole) if len(whole) == len(live) and not stand_ins else private.never
         state: list[object] = []
         for param in live:
             state += (param.dtype, param.device, param.shape, param.stride()) if param is not None else ()
         if is_same and state == self._state:
+            self._look_alike = look_alike
             return False
+        self._look_alike = private.never
         self.live, self._state = live, state
         self._index_of_id = {id(param): i for i, param in enumerate(live) if param is not None}
         self.specs = [self._spec(i, param) for i, param in enumerate(live)]
@@ -223,6 +225,7 @@ class ManagedParams:
             for spec, param in zip(self.specs, live, strict=True)
         ]
         self.signature = self._sign()
+        self._look_alike = look_alike  # last: what goes wrong before is done again
         return True
 
     def trainable_now(self) -> list[bool]:

@@ -80,7 +80,6 @@ class FlatPool:
         layout = bucket.param_indices
         kept = self._kept.pop(layout, None)
         if kept is not None and kept.is_free():
-            kept.written.clear()
             return kept
         del kept
         return GradientBucket(self._params, layout, self._free_memory(layout) if self._kept else None)
@@ -108,3 +107,5 @@ class FlatPool:
         """A window is over, and these were used in it. What it did not use is forgotten."""
         if COUNTS_TELL:
             self._kept = {one.layout: one for one in used if one.memory.device.type == "cpu"}
+            for one in self._kept.values():
+                one.written.clear()

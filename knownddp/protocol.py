@@ -68,7 +68,7 @@ class Phase(Enum):
     BROKEN = auto()  # a collective failed: ranks may be out of step, nothing leads out
 
 
-LOOK_EVERY: Final = 4  # gradients; looking takes as long as hooks take for ten
+LOOK_EVERY: Final = 4  # gradients, in plan order: looking costs as much as ten that count by themselves
 
 NEXT: Final = {
     Phase.IDLE: {Phase.OPENING},

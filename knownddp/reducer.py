@@ -143,7 +143,7 @@ class Reducer(Closing, StockReducer):
         """A synchronising forward outside of a backward begins: is the last backward complete?
 
         Raises:
-            UnfinishedBackwardError: this ``judges``, and no rank touched parameters that were promised; on every rank.
+            UnfinishedBackwardError: ``judges``, and parameters were promised that no rank touched; on every rank.
             PeerError: a collective failed earlier.
         """
         with self.lock:  # on an accelerator the end of a backward that raised may still be running

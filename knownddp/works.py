@@ -72,7 +72,8 @@ class PythonWork:
 
 
 class UnfinishedWork:
-    """A handle of a collective that leaves something to be done here.
+    """A handle of a collective that leaves something to be done here. Before ``wait`` there is no result, whatever
+    ``is_completed`` and the future say.
 
     Args:
         work: the collective's own.

@@ -25,7 +25,10 @@ class RecordingCollectives:
         self.log.append((name, tensor.numel() * tensor.element_size()))
         return DONE
 
-    def all_reduce_sum(self, tensor: Tensor, *, is_waited_for: bool = False) -> Work:
+    def room_to_swap(self, tensor: Tensor) -> Tensor | None:
+        return None
+
+    def all_reduce_sum(self, tensor: Tensor, room: Tensor | None = None) -> Work:
         tensor.mul_(self.world_size)  # every peer sent the same
         return self._record("all_reduce_sum", tensor)
 

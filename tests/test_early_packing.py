@@ -6,6 +6,7 @@ expected is known as a backward begins, so that packing does not depend on when 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,3 +157,83 @@ def _accumulates(rank: int) -> list[list[float | None]]:
 
 def test_gradients_that_stood_there_are_added(ranks):
     assert ranks(2, _accumulates) == [[[3.0] * 3] * 2] * 2
+
+
+def _used_again(rank: int) -> list[list[float | None]]:
+    """Steps on the same flat bucket, each of which leaves other places of it as they are."""
+    model, found = _learnt(), []
+    for names in (("first", "second"), ("first",), ("second",), ("first", "second")):
+        model.module.requires_grad_(True)
+        model(rank + 1.0, names if rank == 0 else ("first", "second")).backward()
+        found.append(_values(model))
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_a_flat_bucket_that_is_used_again_holds_nothing_of_the_last_step(ranks):
+    """Rank 1 always uses both: where rank 0 does not, its 2 alone is halved."""
+    wanted = [[1.5, 1.5, 1.5], [1.5, 1.0, 1.5], [1.0, 1.5, 1.5], [1.5, 1.5, 1.5]]
+    assert ranks(2, _used_again) == [wanted] * 2
+
+
+def _declares_otherwise(rank: int) -> list[list[float | None]]:
+    """Each rank declares another weight, or another one comes than it declared; whenever OPEN is back."""
+    _, model = make(Wide)
+    found = []
+    for step in range(6):
+        names = [("second", "first"), ("first",)][(rank + step) % 2]
+        declared = [] if len(names) == 2 else ["second"]
+        if step >= 4:  # lies: what was declared by all comes on rank 1
+            declared, names = ["second"], ("first",) if rank == 0 else ("second", "first")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*declared different")
+            model(rank + 1.0, names, unused_parameters=declared).backward()
+        found.append(_values(model))
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_ranks_that_declare_differently(ranks):
+    """The second weight comes on one rank alone, by turns; in the end late, in a round of its own."""
+    wanted = [[1.5, 0.5, 1.5], [1.5, 1.0, 1.5]] * 2 + [[1.5, 1.0, 1.5]] * 2
+    assert ranks(2, _declares_otherwise) == [wanted] * 2
+
+
+def _with_graph(rank: int) -> list[float | None]:
+    model = _learnt()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+        model(rank + 1.0).backward(create_graph=True)
+    return _values(model)
+
+
+def test_gradients_that_have_a_graph(ranks):
+    assert ranks(2, _with_graph) == [[1.5] * 3] * 2
+
+
+def _half(rank: int) -> list[float | None]:
+    _, model = make(lambda: Wide().half(), unused_agreement="same", reduce_dtype=torch.float32)
+    for _ in range(2):
+        model.zero_grad()
+        model(rank + 1.0, times=2).backward()
+    return _values(model)
+
+
+def test_halves_that_come_twice_and_travel_in_single_precision(ranks):
+    assert ranks(2, _half) == [[3.0, 3.0, 1.5]] * 2
+
+
+def _removed(rank: int) -> list[float | None]:
+    """After its forward the module holds the weight no more."""
+    model = _learnt()
+    loss = model(rank + 1.0)
+    second, model.module.second = model.module.second, None
+    loss.backward()
+    first, bias = (param.grad for param in model.parameters())
+    assert second is not None
+    return [float(first.mean()), float(bias.mean())]
+
+
+def test_a_parameter_that_was_removed_meanwhile(ranks):
+    for found in ranks(2, _removed):
+        assert found == [1.5, 1.5]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import inputs, make
+from models import inputs, make, raises_everywhere
 from torch import Tensor, nn
 
-from knownddp import comm
+from knownddp import PeerFailedError, comm
 from knownddp.comm import Collectives
 from knownddp.works import DONE, UnfinishedWork
 
@@ -91,7 +92,7 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.view_as_complex(drawn) if dtype.is_complex else torch.tensor(drawn[:, 0].tolist())).to(dtype)
 
 
-def _sum(rank: int, numel: int, own_group: bool, is_waited_for: bool) -> list[list[str]]:
+def _sum(rank: int, numel: int, own_group: bool, is_last: bool) -> list[list[str]]:
     """Bit for bit as torch's all-reduce, in each dtype. Returns what was called."""
     collectives = Collectives(dist.group.WORLD, own_group=own_group)
     names = []
@@ -100,7 +101,7 @@ def _sum(rank: int, numel: int, own_group: bool, is_waited_for: bool) -> list[li
         dist.all_reduce(wanted)
 
         def add(mine: Tensor = mine) -> None:
-            work = collectives.all_reduce_sum(mine, is_waited_for=is_waited_for)
+            work = collectives.all_reduce_sum(mine, collectives.room_to_swap(mine) if is_last else None)
             work.get_future().wait()
             work.wait()
             work.wait()  # adds no second time
@@ -120,11 +121,11 @@ def test_two_ranks_swap_what_the_backward_waits_for(ranks, numel):
 
 
 @pytest.mark.parametrize(
-    ("world", "own_group", "is_waited_for"), [(1, True, True), (2, False, True), (2, True, False), (3, True, True)]
+    ("world", "own_group", "is_last"), [(1, True, True), (2, False, True), (2, True, False), (3, True, True)]
 )
-def test_all_else_is_an_all_reduce(ranks, world, own_group, is_waited_for):
+def test_all_else_is_an_all_reduce(ranks, world, own_group, is_last):
     """On the user's group other collectives may come between, and more than two ranks would send more bytes."""
-    assert ranks(world, _sum, 10, own_group, is_waited_for) == [[["all_reduce"]] * len(DTYPES)] * world
+    assert ranks(world, _sum, 10, own_group, is_last) == [[["all_reduce"]] * len(DTYPES)] * world
 
 
 def _sum_at_the_limit(rank: int) -> list[str]:
@@ -132,7 +133,9 @@ def _sum_at_the_limit(rank: int) -> list[str]:
 
     def add() -> None:
         for numel in (comm.SWAP_BYTES // 4, comm.SWAP_BYTES // 4 + 1):
-            collectives.all_reduce_sum(torch.ones(numel), is_waited_for=True).wait()
+            ones = torch.ones(numel)
+            collectives.all_reduce_sum(ones, collectives.room_to_swap(ones)).wait()
+            assert ones.eq(2).all()
 
     return _with_calls(add)
 
@@ -142,6 +145,34 @@ def test_large_flats_are_not_swapped(ranks):
 
 
 # -- what a wrapper does
+
+
+def _runs_out_of_memory(rank: int) -> list[list[float] | None]:
+    """Rank 1 has no memory to receive in, once. Then a step that goes well."""
+    _, model = make(Branches, unused_agreement="same")
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(1, 4) * (rank + 1)).sum().backward()
+
+    step(), step()
+    room, calls = model._comm.room_to_swap, itertools.count()
+
+    def no_room(tensor: Tensor) -> Tensor | None:
+        if rank == 1 and next(calls) == 0:
+            raise MemoryError("on purpose")
+        return room(tensor)
+
+    model._comm.room_to_swap = no_room  # type: ignore[method-assign]
+    raises_everywhere(step, MemoryError if rank == 1 else PeerFailedError)
+    after = [p.grad for p in model.parameters()]
+    step()
+    return [*after, *(p.grad.flatten().tolist() for p in model.parameters())]
+
+
+def test_no_rank_waits_where_another_has_no_memory_to_receive_in(ranks):
+    mine, other = ranks(2, _runs_out_of_memory)
+    assert mine == other and mine[:3] == [None] * 3 and None not in mine[3:]
 
 
 class Branches(nn.Module):

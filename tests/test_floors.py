@@ -81,7 +81,6 @@ PRIVATE = {
     ("outputs", "_fields"),  # what tells a named tuple
     ("params", "_modules"),  # named_modules() cannot stop at an inner wrapper
     ("params", "_parameters"),  # the dict in which a parameter may be replaced
-    ("buffers", "_buffers"),  # the dicts in which a buffer may be registered
     ("replicas", "_buffers"),  # the dicts of which a replica gets its own
     ("replicas", "_parameters"),
     ("structures", "_fields"),

@@ -110,14 +110,15 @@ SEEDS: Final = (
     Seed(
         "buckets travel in the lane of messages",
         "knownddp/comm.py",
-        "_work(dist.all_reduce(tensor, group=self._data_lane(), async_op=True), tensor)",
-        "_work(dist.all_reduce(tensor, group=self._control_lane(), async_op=True), tensor)",
+        "            return _work(dist.all_reduce(tensor, group=group, async_op=True), tensor)\n",
+        "            group = self._control_lane()\n"
+        "            return _work(dist.all_reduce(tensor, group=group, async_op=True), tensor)\n",
         ("P1", "P2"),
     ),
     Seed(
         "two ranks swap a bucket and keep their own",
         "knownddp/comm.py",
-        "functools.partial(tensor.add_, received)",
+        "functools.partial(tensor.add_, room)",
         "functools.partial(tensor.add_, tensor)",
         ("P2", "P3", "P5"),
     ),

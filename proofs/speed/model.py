@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from knownddp.buckets import assign
-from knownddp.comm import DIRECT_BYTES, SWAP_BYTES
+from knownddp.comm import DIRECT_BYTES, DIRECT_BYTES_IN_ALL, SWAP_BYTES
 from knownddp.options import default_cap_bytes
 
 MIB = 2**20
@@ -51,7 +51,7 @@ class Link:
 
     def message(self, nbytes: float, world_size: int) -> float:
         """Seconds until every rank has such a message of all others: from each to each, or in gloo's ring."""
-        if nbytes <= DIRECT_BYTES:
+        if nbytes <= DIRECT_BYTES and world_size * nbytes <= DIRECT_BYTES_IN_ALL:
             return self.alpha + (world_size - 1) * (SENDING_S + nbytes / self.beta)
         return self.all_reduce(nbytes, world_size)
 
