@@ -22,9 +22,10 @@ from .strides import Shape, drawn
 KEY: Final = BucketKey(torch.float64, torch.device("cpu"))
 # Layouts in which a rank may have its own gradient of shape (2, 3): row-major, transposed, sliced, sparsely placed.
 LAYOUTS: Final = ((3, 1), (1, 2), (6, 2), (1, 5), (4, 1))
-# How a bucket is packed: whatever there is, or all gradients, as small ones are and as large ones are.
-FILLED, COPIED, ONE_BY_ONE = "filled", "copied", "copied one by one"
-WAYS: Final = (FILLED, COPIED, ONE_BY_ONE)
+# How a bucket is packed: whatever there is, or all gradients, as small ones are, as large ones are, or the first one
+# ahead of the others.
+FILLED, COPIED, ONE_BY_ONE, AHEAD = "filled", "copied", "copied one by one", "written ahead"
+WAYS: Final = (FILLED, COPIED, ONE_BY_ONE, AHEAD)
 DIVISOR: Final = 2  # quotients are exact
 
 
@@ -53,6 +54,9 @@ def packed(
         bucket.flat.fill_(float("nan"))
         if way == FILLED:
             bucket.fill(grads, old or [None] * len(specs), DIVISOR)
+        elif way == AHEAD and grads[0] is not None:
+            bucket.write(0, grads[0], DIVISOR)
+            bucket.copy([None, *grads[1:]], DIVISOR)
         else:
             bucket.copy([grad for grad in grads if grad is not None], DIVISOR)
     except Exception as error:
@@ -80,7 +84,7 @@ def packing_is_undone(quick: bool) -> Evidence:
             for view, part in zip(bucket.views, parts, strict=True):
                 assert torch.equal(view, part / DIVISOR), f"mixed up: {what}"
             checked += numel
-    return Evidence(checked, "elements of drawn buckets, packed in each of three ways")
+    return Evidence(checked, "elements of drawn buckets, packed in each of four ways")
 
 
 ROW: Final = "list (list (N * N)) * (N * list N) * N"
@@ -128,7 +132,7 @@ def same_element(quick: bool) -> Evidence:
             ones_there = (mine != FILLED) + (theirs != FILLED)
             assert torch.equal(one.views[1], ones * ones_there / DIVISOR), f"{what}: what is None counts as zero"
             checked += 1
-    return Evidence(checked, "every pair of five layouts, dense and not, and of three ways to pack, old ones or not")
+    return Evidence(checked, "every pair of five layouts, dense and not, and of four ways to pack, old ones or not")
 
 
 def handed_back(quick: bool) -> Evidence:

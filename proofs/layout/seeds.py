@@ -146,6 +146,13 @@ SEEDS: Final = (
         ("C11",),
     ),
     Seed(
+        "what was written ahead is taken for missing",
+        FLAT,
+        "            if position in self.written:\n                if grad is not None:",
+        "            if position in self.written and grad is not None:\n                if grad is not None:",
+        ("C7", "C8"),
+    ),
+    Seed(
         "nobody divides",
         EXCHANGE,
         "self._divisor = 1 if terms.hook is not None else terms.divisor",
