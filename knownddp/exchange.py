@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _torch_private as private
 from ._torch_private import storage_view
-from .errors import at_rank
+from .errors import GradientTakenError, at_rank
 from .faults import gradient_taken_error
 from .flat import grads_of, sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms, wait_for_streams
@@ -57,20 +57,22 @@ class GradientExchange:
         self._live, self.elsewhere = params.live, NOTHING
         if _open:
             self._leave_out(set().union(*(other.ids() for other in _open)))
-        _open.append(self)
         self.held_back = grads_of(self._live)
         is_clear = all(map(operator.is_, self.held_back, repeat(None)))
         found = [] if is_clear else [i for i, grad in enumerate(self.held_back) if grad is not None]
-        for i in found:
-            self._set(i, None)
         self._entangled = sharing(self.held_back) if found else NOTHING
         # The usual case: all there is to average is what autograd is about to make.
         self._is_plain = not found and not self.elsewhere and not stood_before and terms.contributes
+        try:
+            for i in found:
+                self._set(i, None)
+        except BaseException:
+            self.restore()
+            raise
+        _open.append(self)
 
     def _leave_out(self, held: set[int]) -> None:
-        """Wrappers may share parameters. In one backward a parameter belongs to the first that began; for the others
-        it is as if it were not there.
-        """
+        """Of wrappers that share parameters the first to begin has them in one backward, as if others had not."""
         self.elsewhere = frozenset(i for i, param in enumerate(self._live) if id(param) in held)
         self._live = [param if i not in self.elsewhere else None for i, param in enumerate(self._live)]
 
@@ -84,8 +86,6 @@ class GradientExchange:
 
     def unhooked(self) -> list[int]:
         """Parameters that received a gradient without their hook: theirs is a new node since they were cast, say."""
-        if 0 not in self._fired:
-            return []
         silent = compress(enumerate(self._live), map(operator.not_, self._fired))
         return [i for i, param in silent if param is not None and param.grad is not None]
 
@@ -117,6 +117,9 @@ class GradientExchange:
             return self._in_place(bucket, divisor)
         filled = self._begun.pop(first, None) or self._pool.take(bucket)
         grads = grads_of(filled.params)
+        for place in filled.written:
+            if grads[place] is not None:  # ``pack_early`` takes all that come
+                raise self._taken(bucket.param_indices[place])
         if not filled.is_whole or filled.misses(grads):
             return self._pack_any(bucket, divisor, filled)
         wait_for_streams(bucket, grads, self._streams)
@@ -136,7 +139,7 @@ class GradientExchange:
         travelled = self._has_travelled()
         for i, grad in zip(bucket.param_indices, grads, strict=True):
             if grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before:
-                raise gradient_taken_error(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
+                raise self._taken(i)
         if self._terms.contributes:
             held_back = [None if travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
@@ -151,9 +154,8 @@ class GradientExchange:
 
     @torch.no_grad()
     def pack_early(self, plan: BucketPlan, param_index: int) -> None:
-        """Pack a gradient that just came, if it is large and its bucket waits for others: it is at hand now, and its
-        memory is free at once. If it comes again before the bucket goes, that is added, rounded by itself.
-        """
+        """Pack a gradient that came, if it is large and its bucket waits for others: it is at hand now, and its memory
+        is free at once. If it comes again before the bucket goes, that is added, rounded by itself."""
         position, param = plan.bucket_of[param_index], self._live[param_index]
         if position < len(self._flights) or param is None or not EAGER_BYTES <= param.nbytes < ALONE_BYTES:
             return
@@ -161,13 +163,15 @@ class GradientExchange:
         may_pack = self._is_plain and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1
         if not may_pack or type(grad) is not Tensor or grad.layout is not torch.strided or grad.device.type != "cpu":
             return
-        first = bucket.param_indices[0]
-        filled = self._begun.get(first) or self._pool.take(bucket)
-        self._begun[first] = filled
+        filled = self._begun.get(bucket.param_indices[0]) or self._pool.take(bucket)
+        self._begun[bucket.param_indices[0]] = filled
         if filled.is_whole:
             filled.write(bucket.param_indices.index(param_index), grad, self._divisor)
             self._travelled[param_index] = 1
             param.grad = None
+
+    def _taken(self, i: int) -> GradientTakenError:
+        return gradient_taken_error(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
 
     def _has_travelled(self) -> bytearray:
         """A byte for each parameter: 1 if what was held back of it is on its way."""
@@ -235,8 +239,8 @@ class GradientExchange:
         error: BaseException | None = None
         if not failed:
             try:
-                for bucket in plan.buckets[len(self._flights) :]:
-                    self.launch(bucket, is_last=bucket is plan.buckets[-1], generation=generation)
+                for one in plan.buckets[len(self._flights) :]:
+                    self.launch(one, is_last=one is plan.buckets[-1], generation=generation)
             except BaseException as raised:  # also an interrupt: peers hear of it before it goes on
                 error = raised
         if failed or error is not None:

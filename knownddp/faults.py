@@ -208,6 +208,7 @@ def dispute_message(where: str, names: Sequence[str]) -> str:
 def gradient_taken_error(where: str, name: str) -> GradientTakenError:
     """The exception for a ``.grad`` that is gone before it could be averaged."""
     return GradientTakenError(
-        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks.\n"
-        "Fix: step optimizers and clear gradients after backward()."
+        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks, or put "
+        "another there.\nFix: step optimizers and clear gradients after backward(); let a hook change the gradient of "
+        "its own parameter only."
     )

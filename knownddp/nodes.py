@@ -51,7 +51,7 @@ class GradientNodes:
         for i, param in enumerate(live):
             if param is None or not trainable[i] or self._is_current[i]:
                 continue
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(param).node
             if node is not self._nodes[i]:
                 handle = self._handles[i]

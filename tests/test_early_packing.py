@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from knownddp import KnownDDP, PeerFailedError
+from knownddp import GradientTakenError, KnownDDP, PeerFailedError
 from knownddp.plan import EAGER_BYTES
 
 SIDE = 128  # a float32 matrix of this side is just as large
@@ -237,3 +237,31 @@ def _removed(rank: int) -> list[float | None]:
 def test_a_parameter_that_was_removed_meanwhile(ranks):
     for found in ranks(2, _removed):
         assert found == [1.5, 1.5]
+
+
+def _meddles(rank: int, what: str) -> list[float | None]:
+    """A hook of the parameter that comes last touches the gradient of the first, which is packed by then."""
+    model = _learnt()
+    first = model.module.first
+
+    def meddle(_: Tensor) -> None:
+        if what == "put":
+            first.grad = torch.ones_like(first)
+        elif what == "drop":
+            first.grad = None
+        elif first.grad is not None:
+            first.grad.mul_(2)
+
+    handle = model.module.bias.register_post_accumulate_grad_hook(meddle)
+    if what == "put":
+        assert "first" in raises_everywhere(lambda: model(rank + 1.0).backward(), GradientTakenError)
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+    model(rank + 1.0).backward()
+    return _values(model)
+
+
+@pytest.mark.parametrize("what", ["put", "drop", "scale"])
+def test_what_was_packed_is_not_to_be_changed(ranks, what):
+    """Another gradient in its place is an error; that it is dropped or scaled has no effect, as in stock."""
+    assert ranks(2, _meddles, what) == [[1.5] * 3] * 2

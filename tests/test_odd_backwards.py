@@ -15,7 +15,7 @@ import torch.distributed as dist
 from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, raises_everywhere
 from torch import Tensor, nn
 
-from knownddp import GradientTakenError, KnownDDP, PeerFailedError, RanksDifferError
+from knownddp import GradientTakenError, KnownDDP, PeerFailedError, RanksDifferError, exchange
 from knownddp.plan import BucketSpec
 from knownddp.pool import FlatPool, GradientBucket
 
@@ -427,3 +427,45 @@ def _taken(rank: int) -> None:
 
 def test_a_gradient_taken_out_before_it_travels_raises_on_all_ranks(ranks):
     ranks(2, _taken)
+
+
+def _fails_to_begin(rank: int) -> list[list[float]]:
+    """What stood in ``.grad``, after an exception in the middle of a begin, and the next gradients of the model."""
+    _, model = make(lambda: Scales("a", "b"))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 7.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "sharing", _no_memory)
+        raises_everywhere(lambda: model(torch.tensor(1.0), "a b").backward(), MemoryError)
+    found = [[float(p.grad.sum()) for p in model.parameters()]]
+    again = KnownDDP(model.module)
+    again.zero_grad(set_to_none=True)
+    again(torch.tensor(3.0), "a b").backward()
+    return [*found, [float(p.grad.sum()) for p in again.parameters()]]
+
+
+def _no_memory(_: object) -> frozenset[int]:
+    raise MemoryError("on purpose")
+
+
+def test_a_begin_that_fails_keeps_nothing_of_the_parameters(ranks):
+    """The loss is a x + b x, so the gradient of each is the input."""
+    ((stood, after),) = ranks(1, _fails_to_begin)
+    assert stood == [7.0, 7.0] and after == [3.0, 3.0]
+
+
+def _cast_before_inference(rank: int) -> float:
+    _, model = make(lambda: nn.Linear(2, 1, bias=False))
+    model(torch.ones(1, 2)).sum().backward()
+    model.module.half()
+    model.module.float()
+    model.module.weight = nn.Parameter(torch.ones(1, 2))
+    with torch.inference_mode():
+        assert model(torch.ones(1, 2)).item() == 2.0
+    model.zero_grad()
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    return float(model.module.weight.grad[0, 0])
+
+
+def test_a_forward_in_inference_mode_after_parameters_changed(ranks):
+    assert ranks(2, _cast_before_inference) == [1.5, 1.5]
