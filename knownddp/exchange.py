@@ -17,7 +17,7 @@ from .flat import grads_of, sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms, wait_for_streams
 from .ownership import can_take, may_be_overwritten, sharing
 from .params import NOTHING
-from .plan import ALONE_BYTES, EAGER_BYTES, NOT_PLACED, BucketPlan, BucketSpec
+from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
 from .pool import GradientBucket
 from .specs import BucketKey
 from .works import DONE, Work
@@ -154,10 +154,11 @@ class GradientExchange:
 
     @torch.no_grad()
     def pack_early(self, plan: BucketPlan, param_index: int) -> None:
-        """Pack a gradient that came, if it is large and its bucket waits for others: it is at hand now, and its memory
-        is free at once. If it comes again before the bucket goes, that is added, rounded by itself."""
+        """Pack a large gradient that came, if its bucket waits for others: it is at hand now, and its memory is free at
+        once. If it comes again before the bucket goes, that is added, rounded by itself.
+        """
         position, param = plan.bucket_of[param_index], self._live[param_index]
-        if position < len(self._flights) or param is None or not EAGER_BYTES <= param.nbytes < ALONE_BYTES:
+        if position < len(self._flights) or param is None:
             return
         bucket, grad = plan.buckets[position], param.grad
         may_pack = self._is_plain and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1

@@ -104,7 +104,7 @@ class FlatBucket:
         return self._count_references() == self._references and storage_users(self.memory) == self._num_users
 
     def write(self, position: int, grad: Tensor, divisor: int) -> None:
-        """One gradient ahead of the others; another one of the same parameter is added. It is strided."""
+        """One gradient ahead of the others, strided. Another one of the same parameter is added, rounded by itself."""
         if position in self.written:
             self.views[position].add_(grad.to(self.flat.dtype) / divisor)
             return
@@ -133,8 +133,8 @@ class FlatBucket:
             self._divide(divisor)
 
     def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
-        """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero. To what was written
-        already ``grad / divisor`` is added, rounded by itself.
+        """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero. What was written
+        already, by ``write``, stays as it is.
 
         Shapes: those of the parameters, any strides, any layout.
         Numerics: the sum is formed in the wider dtype of gradient and ``flat`` and rounded once to that of ``flat``,
@@ -143,8 +143,6 @@ class FlatBucket:
         present, sources, rest = [], [], []
         for position, (view, grad, old) in enumerate(zip(self.views, grads, held_back, strict=True)):
             if position in self.written:
-                if grad is not None:
-                    view.add_(dense(grad).to(view.dtype) / divisor)
                 continue
             rest.append(view)
             if grad is None and old is None:

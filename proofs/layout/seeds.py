@@ -148,8 +148,8 @@ SEEDS: Final = (
     Seed(
         "what was written ahead is taken for missing",
         FLAT,
-        "            if position in self.written:\n                if grad is not None:",
-        "            if position in self.written and grad is not None:\n                if grad is not None:",
+        "            if position in self.written:\n                continue\n",
+        "            if position in self.written and grad is not None:\n                continue\n",
         ("C7", "C8"),
     ),
     Seed(
