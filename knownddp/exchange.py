@@ -96,9 +96,8 @@ class GradientExchange:
         ``is_last`` and ``generation`` are for hooks: whether it is the last one of its plan, and the plan's generation.
         ``firing``: the parameter in whose hook this is called.
         """
-        divisor = self._divisor
         with private.profiled("knownddp::pack"):
-            filled, flat, packed = self._pack(bucket, divisor, firing)
+            filled, flat, packed = self._pack(bucket, self._divisor, firing)
         self._launched.append(bucket)
         self._give_up(bucket, filled)
         numel = flat._values().numel() if bucket.is_sparse else flat.numel()
