@@ -86,6 +86,8 @@ class GradientExchange:
 
     def unhooked(self) -> list[int]:
         """Parameters that received a gradient without their hook: theirs is a new node since they were cast, say."""
+        if 0 not in self._fired:
+            return []
         silent = compress(enumerate(self._live), map(operator.not_, self._fired))
         return [i for i, param in silent if param is not None and param.grad is not None]
 
@@ -97,7 +99,7 @@ class GradientExchange:
         ``firing``: the parameter in whose hook this is called.
         """
         with private.profiled("knownddp::pack"):
-            filled, flat, packed = self._pack(bucket, self._divisor, firing)
+            filled, flat, packed = self._pack(bucket, firing)
         self._launched.append(bucket)
         self._give_up(bucket, filled)
         numel = flat._values().numel() if bucket.is_sparse else flat.numel()
@@ -105,33 +107,31 @@ class GradientExchange:
         self._counters.buckets_launched += 1
         self._send(bucket, flat, packed, filled, is_last=is_last, generation=generation)
 
-    def _pack(
-        self, bucket: BucketSpec, divisor: int, firing: int
-    ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
+    def _pack(self, bucket: BucketSpec, firing: int) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
         """What to reduce, and its parts."""
         first = bucket.param_indices[0]
         if not self._is_plain or bucket.is_sparse:
-            return self._pack_any(bucket, divisor)
+            return self._pack_any(bucket)
         if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first, firing):
-            return self._in_place(bucket, divisor)
+            return self._in_place(bucket)
         filled = self._begun.pop(first, None) or self._pool.take(bucket)
         grads = grads_of(filled.params)
         for place in filled.written:
             if grads[place] is not None:  # ``pack_early`` takes all that come
                 raise self._taken(bucket.param_indices[place])
         if not filled.is_whole or filled.misses(grads):
-            return self._pack_any(bucket, divisor, filled)
+            return self._pack_any(bucket, filled)
         wait_for_streams(bucket, grads, self._streams)
         try:
-            filled.copy(grads, divisor)
+            filled.copy(grads, self._divisor)
         except RuntimeError:
             if filled.written or all(grad is not None and grad.layout is torch.strided for grad in grads):
                 raise
-            filled.fill(grads, [None] * len(grads), divisor)
+            filled.fill(grads, [None] * len(grads), self._divisor)
         return filled, filled.flat, filled.views
 
     def _pack_any(
-        self, bucket: BucketSpec, divisor: int, filled: GradientBucket | None = None
+        self, bucket: BucketSpec, filled: GradientBucket | None = None
     ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
         """Likewise, whatever there is and is not. ``filled``: where to put it, if that was taken already."""
         grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
@@ -145,10 +145,10 @@ class GradientExchange:
             held_back = [None] * len(grads)
         wait_for_streams(bucket, grads, self._streams)
         if bucket.is_sparse:
-            share = sparse_share(grads[0], held_back[0], self._params.specs[bucket.param_indices[0]], divisor)
+            share = sparse_share(grads[0], held_back[0], self._params.specs[bucket.param_indices[0]], self._divisor)
             return None, share, [share]
         filled = filled or self._pool.take(bucket)
-        filled.fill(grads, held_back, divisor)
+        filled.fill(grads, held_back, self._divisor)
         return filled, filled.flat, filled.views
 
     @torch.no_grad()
@@ -181,14 +181,14 @@ class GradientExchange:
         self._launched.clear()
         return self._travelled
 
-    def _in_place(self, bucket: BucketSpec, divisor: int) -> tuple[None, Tensor, list[Tensor]]:
+    def _in_place(self, bucket: BucketSpec) -> tuple[None, Tensor, list[Tensor]]:
         """Likewise, in the gradient's own memory."""
         (param_index,) = bucket.param_indices
         param = self._live[param_index]
         assert param is not None and param.grad is not None
         grad = param.grad
         wait_for_streams(bucket, [grad], self._streams)
-        return None, storage_view(grad, 0, (grad.numel(),), (1,)).div_(divisor), [grad]
+        return None, storage_view(grad, 0, (grad.numel(),), (1,)).div_(self._divisor), [grad]
 
     def _give_up(self, bucket: BucketSpec, filled: GradientBucket | None) -> None:
         """The gradients of a bucket are packed: free their memory."""
@@ -270,7 +270,7 @@ class GradientExchange:
         for bucket in buckets:
             first = specs[bucket.param_indices[0]]
             if bucket.is_sparse:
-                flat = sparse_share(None, None, first, self._terms.divisor)
+                flat = sparse_share(None, None, first, self._divisor)
             elif self._terms.hook is not None:
                 flat = torch.zeros(numel[bucket], dtype=first.key.dtype, device=first.key.device)
             else:

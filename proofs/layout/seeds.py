@@ -137,12 +137,12 @@ SEEDS: Final = (
         "torch.div(grad.as_strided(view.shape, view.stride()), divisor, out=view)",
         ("C7", "C8"),
     ),
-    Seed("shares are not divided in place", EXCHANGE, "(1,)).div_(divisor), [grad]", "(1,)), [grad]", ("C11",)),
+    Seed("shares are not divided in place", EXCHANGE, "(1,)).div_(self._divisor), [grad]", "(1,)), [grad]", ("C11",)),
     Seed(
         "shares are divided twice in place",
         EXCHANGE,
-        "(1,)).div_(divisor), [grad]",
-        "(1,)).div_(divisor * divisor), [grad]",
+        "(1,)).div_(self._divisor), [grad]",
+        "(1,)).div_(self._divisor**2), [grad]",
         ("C11",),
     ),
     Seed(

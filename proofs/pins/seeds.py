@@ -32,8 +32,8 @@ SEEDS: Final = (
     Seed(
         "where all gradients are there they are packed in another order",
         "knownddp/exchange.py",
-        "        if not self._is_plain or bucket.is_sparse:\n            return self._pack_any(bucket, divisor)\n",
-        "        if not self._is_plain or bucket.is_sparse:\n            return self._pack_any(bucket, divisor)\n"
+        "        if not self._is_plain or bucket.is_sparse:\n            return self._pack_any(bucket)\n",
+        "        if not self._is_plain or bucket.is_sparse:\n            return self._pack_any(bucket)\n"
         "        bucket = bucket._replace(param_indices=tuple(sorted(bucket.param_indices)))\n",
         ("P5",),
     ),
