@@ -15,7 +15,7 @@ from .errors import GradientTakenError, at_rank
 from .faults import gradient_taken_error
 from .flat import grads_of, sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms, wait_for_streams
-from .ownership import can_take, may_be_overwritten, sharing
+from .ownership import may_be_overwritten, put_means, sharing
 from .params import NOTHING
 from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
 from .pool import GradientBucket
@@ -56,7 +56,7 @@ class GradientExchange:
         self._late_means: dict[int, Tensor] = {}
         self._live, self.elsewhere = params.live, NOTHING
         if _open:
-            self._leave_out(set().union(*(other.ids() for other in _open)))
+            self._leave_out(set().union(*(other.ids() for other in tuple(_open))))
         self.held_back = grads_of(self._live)
         is_clear = all(map(operator.is_, self.held_back, repeat(None)))
         found = [] if is_clear else [i for i, grad in enumerate(self.held_back) if grad is not None]
@@ -110,7 +110,7 @@ class GradientExchange:
     def _pack(self, bucket: BucketSpec, firing: int) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
         """What to reduce, and its parts."""
         first = bucket.param_indices[0]
-        if not self._is_plain or bucket.is_sparse:
+        if bucket.is_sparse:
             return self._pack_any(bucket)
         if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first, firing):
             return self._in_place(bucket)
@@ -119,15 +119,16 @@ class GradientExchange:
         for place in filled.written:
             if grads[place] is not None:  # ``pack_early`` takes all that come
                 raise self._taken(bucket.param_indices[place])
-        if not filled.is_whole or filled.misses(grads):
+        if not self._is_plain or not filled.is_whole or filled.misses(grads):
             return self._pack_any(bucket, filled)
         wait_for_streams(bucket, grads, self._streams)
+        nothing = [None] * len(grads)
         try:
-            filled.copy(grads, self._divisor)
+            filled.copy(grads, self._divisor) if filled.fits else filled.fill(grads, nothing, self._divisor)
         except RuntimeError:
             if filled.written or all(grad is not None and grad.layout is torch.strided for grad in grads):
                 raise
-            filled.fill(grads, [None] * len(grads), self._divisor)
+            filled.fill(grads, nothing, self._divisor)
         return filled, filled.flat, filled.views
 
     def _pack_any(
@@ -160,13 +161,15 @@ class GradientExchange:
         if position < len(self._flights) or param is None:
             return
         bucket, grad = plan.buckets[position], param.grad
-        may_pack = self._is_plain and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1
+        is_usual = self._terms.contributes and param_index not in self._stood_before
+        may_pack = is_usual and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1
         if not may_pack or type(grad) is not Tensor or grad.layout is not torch.strided or grad.device.type != "cpu":
             return
         filled = self._begun.get(bucket.param_indices[0]) or self._pool.take(bucket)
         self._begun[bucket.param_indices[0]] = filled
         if filled.is_whole:
-            filled.write(bucket.param_indices.index(param_index), grad, self._divisor)
+            old = self.held_back[param_index] if not self._travelled[param_index] else None
+            filled.write(bucket.param_indices.index(param_index), grad, old, self._divisor)
             self._travelled[param_index] = 1
             param.grad = None
 
@@ -192,7 +195,7 @@ class GradientExchange:
 
     def _give_up(self, bucket: BucketSpec, filled: GradientBucket | None) -> None:
         """The gradients of a bucket are packed: free their memory."""
-        if self._is_plain and filled is not None and filled.is_whole:
+        if not self.elsewhere and filled is not None and filled.is_whole:
             for param in filled.params:
                 param.grad = None
         else:
@@ -202,9 +205,9 @@ class GradientExchange:
     def _may_reduce_in_place(self, i: int, firing: int) -> bool:
         """Whether a gradient is large enough not to be copied, lies as it must, and is nobody else's."""
         spec, param = self._params.specs[i], self._live[i]
-        if self._terms.hook is not None or spec.nbytes < ALONE_BYTES or not self._params.fits[i] or param is None:
+        if not self._is_plain or self._terms.hook is not None or spec.nbytes < ALONE_BYTES or not self._params.fits[i]:
             return False
-        return may_be_overwritten(param, spec, self._users.get(i, 0) if i == firing else 1)
+        return param is not None and may_be_overwritten(param, spec, self._users.get(i, 0) if i == firing else 1)
 
     def _send(
         self,
@@ -315,13 +318,15 @@ class GradientExchange:
             if self._is_plain and not late and flight.filled is not None and flight.filled.fits:
                 self._hand_over(flight, touched)
                 continue
+            due: dict[int, Tensor] = {}
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 if i in late:
                     self._late_means[i] = mean
                 elif touched[i]:
-                    self._set_mean(i, mean)
+                    due[i] = mean
                 else:
                     self._set(i, self.held_back[i])
+            self._set_means(due)
         if not self._is_plain:
             travelled = self._has_travelled()
             for i, before in enumerate(self.held_back):
@@ -330,7 +335,7 @@ class GradientExchange:
         for flight in self._late_flights:
             for i, mean in zip(flight.bucket.param_indices, flight.means(), strict=True):
                 earlier = self._late_means.get(i)
-                self._set_mean(i, mean if earlier is None else earlier + mean)
+                self._set_means({i: mean if earlier is None else earlier + mean})
         self._pool.give(flight.filled for flight in flights if flight.filled is not None)
 
     def _hand_over(self, flight: Flight, touched: bytes) -> None:
@@ -381,20 +386,13 @@ class GradientExchange:
         if param is not None:
             param.grad = grad
 
-    def _set_mean(self, i: int, mean: Tensor) -> None:
-        """In the tensor that was there, for whoever holds on to it; if none was, or one that is also the gradient of
-        another parameter, in the parameter's own strides.
-        """
-        param, before = self._live[i], self.held_back[i]
-        if param is None:
-            return
-        if before is not None and i not in self._entangled and can_take(before, mean, param):
-            param.grad = before.copy_(mean)
-        else:
-            param.grad = with_strides_of(param, mean)
+    def _set_means(self, means: Mapping[int, Tensor]) -> None:
+        """Where a gradient was also that of another parameter, the mean does not go into it."""
+        before = [self.held_back[i] if i not in self._entangled else None for i in means]
+        put_means([self._live[i] for i in means], before, list(means.values()))
 
 
 def is_held_elsewhere(param: Tensor, here: GradientExchange | None) -> bool:
     """Whether an open window of another wrapper has ``param``."""
     alone = len(_open) == (here is not None)  # the usual case, at no cost
-    return not alone and any(other is not here and id(param) in other.ids() for other in _open)
+    return not alone and any(other is not here and id(param) in other.ids() for other in tuple(_open))

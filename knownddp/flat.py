@@ -103,12 +103,17 @@ class FlatBucket:
         """
         return self._count_references() == self._references and storage_users(self.memory) == self._num_users
 
-    def write(self, position: int, grad: Tensor, divisor: int) -> None:
-        """One gradient ahead of the others, strided. Another one of the same parameter is added, rounded by itself."""
+    def write(self, position: int, grad: Tensor, old: Tensor | None, divisor: int) -> None:
+        """``(old + grad) / divisor`` of one parameter ahead of the others, strided. Another gradient of it is added,
+        rounded by itself.
+        """
+        view = self.views[position]
         if position in self.written:
-            self.views[position].add_(grad.to(self.flat.dtype) / divisor)
+            share = torch.empty_like(view)
+            _write_share(share, grad, divisor)
+            view.add_(share)
             return
-        _write_share(self.views[position], grad, divisor)
+        _write_share(view, grad if old is None else _sum(dense(old), dense(grad), view), divisor)
         self.written.add(position)
 
     def misses(self, grads: Sequence[Tensor | None]) -> bool:
@@ -118,7 +123,8 @@ class FlatBucket:
         return any(grad is None and position not in self.written for position, grad in enumerate(grads))
 
     def copy(self, grads: Sequence[Tensor | None], divisor: int) -> None:
-        """``fill`` where nothing was held back, and every gradient that was not written already is there and strided.
+        """``fill`` where nothing was held back, and every gradient that was not written already is there, strided and
+        of the dtype of ``flat``.
 
         Raises:
             RuntimeError: one is not strided.
@@ -137,39 +143,57 @@ class FlatBucket:
         already, by ``write``, stays as it is.
 
         Shapes: those of the parameters, any strides, any layout.
-        Numerics: the sum is formed in the wider dtype of gradient and ``flat`` and rounded once to that of ``flat``,
-        then the quotient once, before anything is summed over ranks, so that float16 does not overflow on the way.
+        Numerics: sum and quotient are formed, and rounded, in the wider dtype of gradient and ``flat``, then rounded to
+        that of ``flat``; before anything is summed over ranks, so that float16 does not overflow on the way.
         """
-        present, sources, rest = [], [], []
+        views, sources, added_to, addends = [], [], [], []  # many small ones at once
         for position, (view, grad, old) in enumerate(zip(self.views, grads, held_back, strict=True)):
             if position in self.written:
                 continue
-            rest.append(view)
-            if grad is None and old is None:
+            one = grad if old is None else old
+            is_small = not self._writes_one_by_one and (one is None or one.dtype is view.dtype)
+            if one is None:
                 view.zero_()
             elif grad is None or old is None:
-                one = grad if grad is not None else old
-                assert one is not None
-                present.append(view)
-                sources.append(dense(one))
-            elif torch.promote_types(old.dtype, view.dtype) == old.dtype:
-                torch.add(dense(old), dense(grad), out=view)
+                if is_small:
+                    views.append(view)
+                    sources.append(dense(one))
+                else:
+                    _write_share(view, dense(one), divisor)
+            elif is_small and grad.dtype is view.dtype:
+                views.append(view)
+                sources.append(dense(old))
+                added_to.append(view)
+                addends.append(dense(grad))
             else:
-                view.copy_(dense(old)).add_(dense(grad))
-        if present:
-            torch._foreach_copy_(present, sources)
-        if not self.written:
+                _write_share(view, _sum(dense(old), dense(grad), view), divisor)
+        if views:
+            torch._foreach_copy_(views, sources)
+        if added_to:
+            torch._foreach_add_(added_to, addends)
+        if len(views) == len(self.views):
             self._divide(divisor)
-        elif rest and divisor != 1:
-            torch._foreach_div_(rest, divisor)
+        elif views and divisor != 1:
+            torch._foreach_div_(views, divisor)
 
     def _divide(self, divisor: int) -> None:
         if divisor != 1:
             self.flat.div_(divisor)
 
 
+def _sum(old: Tensor, grad: Tensor, view: Tensor) -> Tensor:
+    """In ``view`` if its dtype is that of both, or wider."""
+    if old.dtype is grad.dtype is view.dtype:
+        return torch.add(old, grad, out=view)
+    both = torch.promote_types(old.dtype, grad.dtype)
+    return old + grad if torch.promote_types(both, view.dtype) == both else view.copy_(old).add_(grad)
+
+
 def _write_share(view: Tensor, grad: Tensor, divisor: int) -> None:
-    if grad.dtype is view.dtype:
+    """``grad`` may be ``view`` itself."""
+    if divisor == 1:
+        view.copy_(grad)
+    elif grad.dtype is view.dtype or torch.promote_types(grad.dtype, view.dtype) == grad.dtype:
         torch.div(grad, divisor, out=view)
     else:
         view.copy_(grad).div_(divisor)
@@ -188,8 +212,14 @@ def grads_of(params: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def dense(grad: Tensor) -> Tensor:
     """``grad`` without its graph (``create_graph=True`` leaves one) and in strided layout."""
-    grad = grad.detach()
+    grad = grad.detach() if grad.requires_grad else grad
     return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+@torch.no_grad()
+def before_accumulation(total: Tensor, grad: Tensor) -> Tensor | None:
+    """What stood in ``.grad`` before autograd made it ``total`` by adding ``grad``."""
+    return None if torch.equal(dense(total), dense(grad)) else total - grad
 
 
 def sparse_share(grad: Tensor | None, held_back: Tensor | None, spec: ParamSpec, divisor: int) -> Tensor:

@@ -32,10 +32,10 @@ class Flight:
 
         Their memory is kept until the stream that asks is done with it, which may not be the one it belongs to.
         """
-        if self.stream is not None and self.packed and not self.bucket.is_sparse:
+        if self.stream is not None and self.packed:
             current = torch.accelerator.current_stream(self.packed[0].device)
             if current != self.stream:
-                self.packed[0].record_stream(current)  # all share one storage
+                _keep_until(current, self.packed[0])  # dense ones share one storage
         return self.work.means() if isinstance(self.work, HookedWork) else self.packed
 
 
@@ -81,10 +81,20 @@ def wait_for_streams(bucket: BucketSpec, grads: Sequence[Tensor | None], streams
     """Order what follows behind accumulations on other ``streams``, and keep the memory of ``grads`` until then."""
     if not streams:
         return
+    waited_for: set[torch.Stream] = set()
     for i, grad in zip(bucket.param_indices, grads, strict=True):
         stream = streams.get(i)
-        if grad is not None and stream is not None:
-            current = torch.accelerator.current_stream(grad.device)
-            if stream != current:
+        if grad is None or stream is None or grad.device != stream.device:  # it was on another device then
+            continue
+        current = torch.accelerator.current_stream(grad.device)
+        if stream != current:
+            if stream not in waited_for:
                 current.wait_stream(stream)
-                grad.record_stream(current)
+                waited_for.add(stream)
+            _keep_until(current, grad)
+
+
+def _keep_until(stream: torch.Stream, tensor: Tensor) -> None:
+    """Its memory is not used again before what ``stream`` has to do until now is done."""
+    for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+        part.record_stream(stream)

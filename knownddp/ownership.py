@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._torch_private import storage_users, tensor_holders
-from .flat import is_dense
+from .flat import is_dense, with_strides_of
 from .specs import ParamSpec
 
 # Whether reference counts tell who else refers to a tensor, and Python runs one thread at a time: not so in builds
@@ -29,12 +30,33 @@ def can_take(before: Tensor, mean: Tensor, param: Tensor) -> bool:
         and before.device == mean.device
         and not before.requires_grad
         and not before.is_inference()
-        and is_dense(before.shape, before.stride())
+        and (before.is_contiguous() or is_dense(before.shape, before.stride()))
     )
+
+
+def put_means(params: Sequence[Tensor | None], before: Sequence[Tensor | None], means: Sequence[Tensor]) -> None:
+    """Each mean becomes ``.grad``, in the tensor that was there ``before``, for whoever holds on to it; if there was
+    none, or one that cannot take it, in the parameter's own strides.
+    """
+    written: list[Tensor] = []
+    sources: list[Tensor] = []
+    for param, old, mean in zip(params, before, means, strict=True):
+        if param is not None and old is not None and can_take(old, mean, param):
+            written.append(old)
+            sources.append(mean)
+            param.grad = old
+        elif param is not None:
+            param.grad = with_strides_of(param, mean)
+    if written:
+        torch._foreach_copy_(written, sources)
 
 
 def sharing(grads: Sequence[Tensor | None]) -> frozenset[int]:
     """Positions of those whose memory begins where that of another does: written in place, one sum would be lost."""
+    with contextlib.suppress(RuntimeError):  # of one that is not strided
+        addresses = [g.data_ptr() for g in grads if g is not None]
+        if len(set(addresses)) == len(addresses):  # the usual case
+            return frozenset()
     starts = [g.data_ptr() if g is not None and g.layout is torch.strided else 0 for g in grads]
     counts = Counter(starts)
     return frozenset(i for i, start in enumerate(starts) if start and counts[start] > 1)

@@ -26,7 +26,7 @@ from .closing import Closing
 from .comm import Collectives
 from .comm_hooks import CommHook
 from .exchange import GradientExchange, is_held_elsewhere
-from .flat import dense
+from .flat import before_accumulation
 from .flights import Resources, Terms
 from .forwards import ForwardLog, ForwardRecord, declared_by_all, promised_by
 from .graphs import GraphHistory
@@ -95,9 +95,8 @@ class Reducer(Closing, StockReducer):
         self.protocol.may_count = params.are_on_one_device()
         self.pool = FlatPool(params)
         countdown = self.protocol.countdown
-        self.nodes = GradientNodes(len(params), self._on_grad_ready, countdown)
-        heard = self.nodes.streams, self.nodes.users
-        self._resources = Resources(params, comm, self.counters, self.pool, countdown.fired, *heard)
+        nodes = self.nodes = GradientNodes(len(params), self._on_grad_ready, countdown)
+        self._resources = Resources(params, comm, self.counters, self.pool, countdown.fired, nodes.streams, nodes.users)
         self.forwards = ForwardLog(lambda t: params.index_of(t) is not None, self.on_output_grad)
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
@@ -214,29 +213,33 @@ class Reducer(Closing, StockReducer):
     def on_output_grad(self, record: ForwardRecord) -> None:
         """An output's gradient is known: a backward has begun, or ``torch.autograd.grad`` runs."""
         with self.lock:
-            if self._is_off:
+            if self._is_off or not self._is_begin(record):
                 return
-            if private.in_compiled_backward():
-                raise faults.compiled_error(self.where)
-            if self.window is not None:
-                if record.synchronises:
-                    self.forwards.visit(record)
-            elif not self.nodes.begins_backward():
-                if torch.is_grad_enabled() and record.synchronises:
-                    self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
-            elif record.synchronises or self.sync_next:
-                self._settle_debt(pays=False)
-                record.synchronises = True
+        try:  # without the lock: another device's thread may begin another wrapper, and that one's this
+            _begin_all()
+        except BaseException:
+            record.visited = record.visited and self.window is not None
+            raise
+
+    def _is_begin(self, record: ForwardRecord) -> bool:
+        if private.in_compiled_backward():
+            raise faults.compiled_error(self.where)
+        if self.window is not None:
+            if record.synchronises:
                 self.forwards.visit(record)
-                try:
-                    _begin_all()
-                except BaseException:
-                    record.visited = record.visited and self.window is not None
-                    raise
-            elif self._local() is None:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
-                mark = LocalBackward(self.params.live, self.local_ends)
-                private.queue_callback(mark)
-                self._local = weakref.ref(mark)
+        elif not self.nodes.begins_backward():
+            if torch.is_grad_enabled() and record.synchronises:
+                self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
+        elif record.synchronises or self.sync_next:
+            self._settle_debt(pays=False)
+            record.synchronises = True
+            self.forwards.visit(record)
+            return True
+        elif self._local() is None:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
+            mark = LocalBackward(self.params.live, self.local_ends)
+            private.queue_callback(mark)
+            self._local = weakref.ref(mark)
+        return False
 
     def begin_if_reached(self) -> None:
         """Begin a window if the running backward comes through an open forward of this wrapper and goes on to its part.
@@ -245,10 +248,11 @@ class Reducer(Closing, StockReducer):
         backward gets to a second wrapper, would leave peers waiting there until this rank's next step.
         """
         is_reached = self.forwards.is_visited() or (self.forwards.is_reached() and self.nodes.is_reached())
-        # Asked without the lock, which another thread's wrapper may hold.
+        # Asked without the lock, which another thread's wrapper may hold; so that one may also have begun it by now.
         if is_reached and self.window is None and not self._is_off:
             with self.lock:
-                self._begin()
+                if self.window is None:
+                    self._begin()
 
     def _begin(self, *, stood_before: Mapping[int, Tensor | None] | None = None) -> None:
         """``stood_before``: the backward was noticed at a parameter, whose ``.grad`` held this before."""
@@ -307,8 +311,7 @@ class Reducer(Closing, StockReducer):
         trusts = self._agreement is Agreement.TRUST
         self.protocol.in_program_order = self.follows_program_order
         self.protocol.agreement = Agreement.UNION if trusts and self.debt() is not None else self._agreement
-        held_back = window.gradients.held_back
-        carried = [i for i in self.touched_locally if held_back[i] is not None]
+        carried = [i for i in self.touched_locally if window.gradients.held_back[i] is not None]
         message = self.protocol.begin(
             expected,
             carried,
@@ -347,12 +350,10 @@ class Reducer(Closing, StockReducer):
     def _on_grad_ready(self, param_index: int, grad: Tensor | None) -> None:
         """``grad`` was accumulated into ``.grad``; None: an autograd Function returned no gradient."""
         with self.lock:
-            if grad is None:
-                if self.window is not None:
-                    self.window.undefined.add(param_index)
-                return
             param, window = self.params.live[param_index], self.window
-            if param is None or is_held_elsewhere(param, window.gradients if window else None):
+            if grad is None and window is not None:
+                window.undefined.add(param_index)
+            if grad is None or param is None or is_held_elsewhere(param, window.gradients if window else None):
                 return  # another wrapper averages it in this backward
             if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))
@@ -382,9 +383,7 @@ class Reducer(Closing, StockReducer):
             return False
         if private.in_compiled_backward():
             raise faults.compiled_error(self.where)
-        with torch.no_grad():
-            before = None if torch.equal(dense(total), dense(grad)) else total - grad
-        self._begin(stood_before={param_index: before})
+        self._begin(stood_before={param_index: before_accumulation(total, grad)})
         _begin_all()
         return True
 
@@ -392,7 +391,8 @@ class Reducer(Closing, StockReducer):
 def _begin_all() -> None:
     """In the order of construction, the same on all ranks. One that raises keeps no other from beginning."""
     errors: list[BaseException] = []
-    for reducer in sorted(_reducers.values(), key=lambda one: one.number):
+    alive = filter(None, [ref() for ref in _reducers.valuerefs()])  # other threads may make wrappers meanwhile
+    for reducer in sorted(alive, key=lambda one: one.number):
         try:
             reducer.begin_if_reached()
         except BaseException as error:

@@ -97,6 +97,33 @@ def test_what_comes_again_before_the_bucket_goes_is_added(ranks):
     assert ranks(2, _comes_again) == [[4.5, 4.5, 1.5]] * 2
 
 
+def _adds_to_what_was_there(rank: int, times: int) -> tuple[list[bool], list[float | None], list[float | None], bool]:
+    model = _learnt()
+    module, seen = model.module, []
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2.0)
+    before = [param.grad for param in model.parameters()]
+    module.fails = rank == 1
+    raises_everywhere(
+        lambda: model(rank + 1.0, times=times).backward(), ArithmeticError if rank == 1 else PeerFailedError
+    )
+    restored = _values(model)
+    module.fails = False
+    handle = module.bias.register_hook(lambda _: seen.extend([module.first.grad is None, module.second.grad is None]))
+    model(rank + 1.0, times=times).backward()
+    handle.remove()
+    is_same = all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
+    return seen, restored, _values(model), is_same
+
+
+@pytest.mark.parametrize(("times", "wanted"), [(1, [3.5, 3.5, 3.5]), (2, [5.0, 5.0, 3.5])])
+def test_it_is_packed_with_what_was_there_before(ranks, times, wanted):
+    """2 stands in each gradient. An error leaves it there; else the mean is added, in the same tensor."""
+    for seen, restored, values, is_same in ranks(2, _adds_to_what_was_there, times):
+        assert seen == [True, True] and restored == [2.0] * 3
+        assert values == wanted and is_same
+
+
 def _misses(rank: int, names: list[tuple[str, ...]]) -> list[float | None]:
     model = _learnt()
     model(rank + 1.0, names[rank]).backward()

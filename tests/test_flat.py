@@ -218,6 +218,28 @@ def test_float16_is_divided_before_it_is_summed():
     assert (flats[0] + flats[1]).tolist() == [2.0**15]
 
 
+@pytest.mark.parametrize("numel", [1, 2**13], ids=["small", "large"])
+@pytest.mark.parametrize("old", [None, 60000.0])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_wider_gradient_is_divided_before_it_is_rounded(numel, old, is_early):
+    """10^5 / 2 lies halfway between 49984 and 50016 in float16, of which 49984 is even; 10^5 itself is infinite."""
+    bucket = FlatBucket([spec(numel, dtype=torch.float16)])
+    before = None if old is None else torch.full((numel,), old)
+    grad = torch.full((numel,), 1e5 - (old or 0.0))
+    if is_early:
+        bucket.write(0, grad, before, 2)
+    bucket.fill([None if is_early else grad], [before], 2)
+    assert bucket.flat.unique().tolist() == [49984.0]
+
+
+def test_a_sum_is_not_rounded_to_the_narrower_dtype_of_its_parts():
+    """1 + 2^-9 needs ten bits; bfloat16 has eight."""
+    old, grad = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-9], dtype=torch.bfloat16)
+    bucket = FlatBucket([spec(1)])
+    bucket.fill([grad], [old], 2)
+    assert bucket.flat.tolist() == [(1 + 2.0**-9) / 2]
+
+
 def test_bfloat16_quotients_are_rounded_to_the_nearest_of_8_bits():
     """1/3 is 1.0101010|1010...b / 4, which rounds up to 1.0101011b / 4 = 171 / 512."""
     flat = packed([spec(1, dtype=torch.bfloat16)], [torch.tensor([1.0], dtype=torch.bfloat16)], 3).flat

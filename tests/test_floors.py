@@ -74,8 +74,12 @@ PRIVATE = {
     ("params", "_ddp_params_and_buffers_to_ignore"),  # ... and read here
     ("ownership", "_is_gil_enabled"),  # of Python
     ("exchange", "_values"),  # of a sparse tensor that is not coalesced yet
-    ("flat", "_foreach_copy_"),  # one call for many copies
+    ("flat", "_foreach_add_"),  # one call for many
+    ("flat", "_foreach_copy_"),
     ("flat", "_foreach_div_"),
+    ("ownership", "_foreach_copy_"),
+    ("flights", "_indices"),  # of a sparse tensor, coalesced or not
+    ("flights", "_values"),
     ("join", "_join_config"),  # what torch's Join sets
     ("nodes", "_getframe"),  # of sys
     ("outputs", "_fields"),  # what tells a named tuple

@@ -55,7 +55,7 @@ def packed(
         if way == FILLED:
             bucket.fill(grads, old or [None] * len(specs), DIVISOR)
         elif way == AHEAD and grads[0] is not None:
-            bucket.write(0, grads[0], DIVISOR)
+            bucket.write(0, grads[0], None, DIVISOR)
             bucket.copy([None, *grads[1:]], DIVISOR)
         else:
             bucket.copy([grad for grad in grads if grad is not None], DIVISOR)

@@ -48,15 +48,15 @@ SEEDS: Final = (
     Seed(
         "what stood there before is forgotten",
         FLAT,
-        "torch.add(dense(old), dense(grad), out=view)",
-        "view.copy_(dense(grad))",
+        "                sources.append(dense(old))\n",
+        "                sources.append(torch.zeros_like(old))\n",
         ("C8",),
     ),
     Seed(
         "what stood there before counts alone",
         FLAT,
-        "torch.add(dense(old), dense(grad), out=view)",
-        "view.copy_(dense(old))",
+        "            torch._foreach_add_(added_to, addends)\n",
+        "            pass\n",
         ("C8",),
     ),
     Seed(

@@ -32,9 +32,9 @@ SEEDS: Final = (
     Seed(
         "where all gradients are there they are packed in another order",
         "knownddp/exchange.py",
-        "        if not self._is_plain or bucket.is_sparse:\n            return self._pack_any(bucket)\n",
-        "        if not self._is_plain or bucket.is_sparse:\n            return self._pack_any(bucket)\n"
-        "        bucket = bucket._replace(param_indices=tuple(sorted(bucket.param_indices)))\n",
+        '        """What to reduce, and its parts."""\n',
+        "        if self._is_plain:\n"
+        "            bucket = bucket._replace(param_indices=tuple(sorted(bucket.param_indices)))\n",
         ("P5",),
     ),
     Seed(
@@ -75,8 +75,8 @@ SEEDS: Final = (
     Seed(
         "what came late replaces what came in time",
         "knownddp/exchange.py",
-        "                self._set_mean(i, mean if earlier is None else earlier + mean)\n",
-        "                self._set_mean(i, mean)\n",
+        "                self._set_means({i: mean if earlier is None else earlier + mean})\n",
+        "                self._set_means({i: mean})\n",
         ("P2",),
     ),
     Seed(

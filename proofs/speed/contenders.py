@@ -128,6 +128,7 @@ def _replicate(module: Layers) -> nn.Module:
 
 _RAISES = 'raises at the next forward: "Expected to have finished reduction"'
 _NOTHING = "nothing is dropped: the same as the wrapper without it"
+_AS_WELL = "compared where all layers are used"
 _CHANGES = "its unused parameters must be the same in every step"
 
 PLAIN = Contender("plain", "no wrapper (computes alone, sends nothing)", lambda module: module)
@@ -150,6 +151,7 @@ CONTENDERS = (
         why_not=_RAISES,
         keeps_grads=True,
     ),
+    Contender("ddp-kept", "DDP, gradients zeroed", _ddp(), drops="never", why_not=_RAISES, keeps_grads=True),
     Contender(
         "ddp-batched",
         "DDP batched_grad_copy",
@@ -182,6 +184,7 @@ CONTENDERS = (
     Contender("known-find", "KnownDDP, detected", _known(find_unused_parameters=True)),
     Contender("known-trust", "KnownDDP, trust", _known(unused_agreement="trust"), declares=True),
     Contender("known-shared", "KnownDDP, own_group=False", _known(own_group=False), declares=True),
+    Contender("known-kept", "KnownDDP, gradients zeroed", _known(), drops="never", why_not=_AS_WELL, keeps_grads=True),
 )
 BY_NAME = {one.name: one for one in CONTENDERS}
 

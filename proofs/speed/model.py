@@ -25,12 +25,12 @@ import numpy as np
 
 from knownddp.buckets import assign
 from knownddp.comm import DIRECT_BYTES, DIRECT_BYTES_IN_ALL, SWAP_BYTES
+from knownddp.messages import HEADER_BYTES
 from knownddp.options import default_cap_bytes
 
 MIB = 2**20
 DDP_CAPS = (1 * MIB, 25 * MIB)
 KNOWN_CAPS = default_cap_bytes("gloo")
-HEADER_BYTES = 11
 PARAMS_A_LAYER = 12  # of a transformer encoder layer
 CLUSTER = (2, 8, 64, 512, 4096)
 SENDING_S = 5e-6  # o: seconds of the processor for one message that gloo sends, assumed
