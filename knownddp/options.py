@@ -195,8 +195,16 @@ def choose_group(
             raise MeshError("a device_mesh goes with one device for each process, not with several device_ids.")
         private.unshard_if_submesh(module, device_mesh)
         return device_mesh.get_group(mesh_dim=0)
+    if process_group is None and is_initialized():
+        return private.default_group()
+    if process_group is None and are_several(device_ids):
+        return None
     if process_group is None:
-        return None if are_several(device_ids) and not is_initialized() else private.default_group()
+        raise ArgumentError(
+            "Default process group has not been initialized, and none was given.\n"
+            "Fix: start the program with torchrun and call torch.distributed.init_process_group() before wrapping. For "
+            'one process alone no group is needed if device_ids name several devices, such as ["cpu", "cpu"].'
+        )
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentError(
             f"process_group must be a ProcessGroup that this rank belongs to, got {process_group!r}.\n"

@@ -44,8 +44,9 @@ def test_the_cpu_may_be_named_several_times(given):
 
 def test_one_device_or_none_makes_no_replicas_and_needs_a_process_group():
     for given in (None, [], ["cpu"]):
-        with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        with pytest.raises(ValueError, match="Default process group has not been initialized") as caught:
             KnownDDP(Skippable(), device_ids=given)
+        assert isinstance(caught.value, ArgumentError) and "torchrun" in str(caught.value)
 
 
 BAD = [
