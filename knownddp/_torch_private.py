@@ -179,6 +179,11 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     are_usual = all(type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided for t in tensors)
     if not are_usual or any(t.is_nested or t.is_quantized for t in tensors):
         return never
+    return looks_of_plain(tensors)
+
+
+def looks_of_plain(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """``looks_of`` tensors that are known to be strided, and of no subclass that answers by itself."""
     return TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
 
 

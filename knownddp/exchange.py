@@ -138,7 +138,8 @@ class GradientExchange:
         grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
         travelled = self._has_travelled()
         for i, grad in zip(bucket.param_indices, grads, strict=True):
-            if grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before:
+            is_missed = grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before
+            if is_missed and getattr(self._live[i], "requires_grad", True):  # else it was frozen since the forward
                 raise self._taken(i)
         if self._terms.contributes:
             held_back = [None if travelled[i] else self.held_back[i] for i in bucket.param_indices]

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ._torch_private import storage_users, storage_view
+from ._torch_private import looks_of_plain, storage_users, storage_view
 from .specs import BucketKey, ParamSpec
 
 ONE_BY_ONE_BYTES: Final = 16 * 2**10  # a parameter, on average, from which gradients are divided as they are copied
@@ -79,7 +79,10 @@ class FlatBucket:
         memory: 1-D, of at least as many elements; None: fresh memory.
     """
 
-    __slots__ = ("_num_users", "_references", "_writes_one_by_one", "flat", "memory", "views", "written")
+    __slots__ = (
+        *("_addresses", "_num_users", "_references", "_views_look_alike", "_writes_one_by_one"),
+        *("flat", "memory", "views", "written"),
+    )
 
     def __init__(self, specs: Sequence[ParamSpec], memory: Tensor | None = None) -> None:
         key: BucketKey = specs[0].key
@@ -91,17 +94,28 @@ class FlatBucket:
         self.written: set[int] = set()  # positions of gradients that were written already, by ``write``
         self._references = self._count_references()
         self._num_users = 2 + len(specs)
+        self._views_look_alike = looks_of_plain(self.views)
+        self._addresses = list(map(Tensor.data_ptr, self.views))
 
     def _count_references(self) -> int:
         return sum(map(sys.getrefcount, self.views))
 
     def is_free(self) -> bool:
-        """Whether nobody else refers to its memory: no ``.grad``, no alias of one.
+        """Whether nobody else refers to its memory, no ``.grad`` and no alias of one, and all is as it was made.
+
+        Views have been users' gradients, who may have moved them (``p.grad.data = ...``, into shared memory), laid them
+        out anew (``t_()``), given them a history, or written something down on them.
 
         Those who refer to ``flat`` itself do not count: a backend's thread may do so for a moment longer than a
         collective takes. (One that still has it as bytes does; then fresh memory is taken.)
         """
-        return self._count_references() == self._references and storage_users(self.memory) == self._num_users
+        is_left_alone = self._count_references() == self._references and storage_users(self.memory) == self._num_users
+        return (
+            is_left_alone
+            and self._views_look_alike(*self.views)
+            and list(map(Tensor.data_ptr, self.views)) == self._addresses
+            and not any(map(_notes_on, self.views))
+        )
 
     def write(self, position: int, grad: Tensor, old: Tensor | None, divisor: int) -> None:
         """``(old + grad) / divisor`` of one parameter ahead of the others, strided. Another gradient of it is added,
@@ -199,6 +213,7 @@ def _write_share(view: Tensor, grad: Tensor, divisor: int) -> None:
         view.copy_(grad).div_(divisor)
 
 
+_notes_on: Callable[[Tensor], dict[str, object]] = operator.attrgetter("__dict__")
 _grad_of: Callable[[Tensor | None], Tensor | None] = operator.attrgetter("grad")
 
 

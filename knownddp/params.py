@@ -312,6 +312,9 @@ class ManagedParams:
         i = self.index_of(self.masters.get(id(tensor), tensor))
         if i is not None:
             return frozenset((i,))
+        replaced = [i for i, home in enumerate(self._homes) if _parameter_at(*home) is tensor]  # since the last forward
+        if replaced:
+            return frozenset(replaced)
         if id(tensor) in self._ignored_ids:
             return NOTHING
         raise UnknownParameterError(

@@ -357,7 +357,7 @@ class Reducer(Closing, StockReducer):
                 return  # another wrapper averages it in this backward
             if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))
-            if param.grad is None:
+            if param.grad is None and param.requires_grad:  # else it was frozen since the forward: it counts as zero
                 raise faults.gradient_taken_error(self.where, self.params.names[param_index])
             if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
                 return
@@ -370,7 +370,7 @@ class Reducer(Closing, StockReducer):
             if param.nbytes >= EAGER_BYTES and self.protocol.phase is Phase.REDUCING:  # else the plan is but a guess
                 window.gradients.pack_early(self.protocol.plan, param_index)
 
-    def _begins_outside_of_windows(self, param_index: int, total: Tensor, grad: Tensor) -> bool:
+    def _begins_outside_of_windows(self, param_index: int, total: Tensor | None, grad: Tensor) -> bool:
         """A gradient while no window is open. Returns whether it begins one.
 
         [Note: local] It stays on this rank if its backward is that of a ``no_sync`` forward, or if no synchronising
@@ -378,7 +378,7 @@ class Reducer(Closing, StockReducer):
         seen, and its backward begins here, one gradient late: what stood in ``.grad`` before is worked out from the
         sum. If nothing was out of sight that is a guess, which OPEN compares between ranks.
         """
-        if self._local() is not None or not self.forwards.is_expecting():
+        if self._local() is not None or not self.forwards.is_expecting() or total is None:
             self.touched_locally.add(param_index)
             return False
         if private.in_compiled_backward():

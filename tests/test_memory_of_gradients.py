@@ -123,6 +123,60 @@ def test_a_storage_that_somebody_holds_stays_as_it_is(ranks):
     ranks(2, _keeps_storages)
 
 
+def _moves(grads: list[Tensor]) -> list[Tensor]:
+    """As clipping by ``.data`` does; the unclipped ones are kept."""
+    unclipped = [grad.data for grad in grads]
+    for grad in grads:
+        grad.data = grad.data.clamp(-0.01, 0.01)
+    return unclipped
+
+
+def _swaps(grads: list[Tensor]) -> list[Tensor]:
+    grads[0].data, grads[1].data = grads[1].data, grads[0].data
+    return []
+
+
+def _transposes_data(grads: list[Tensor]) -> list[Tensor]:
+    grads[0].data = grads[0].data.t()
+    return []
+
+
+MEDDLE: dict[str, Callable[[list[Tensor]], object]] = {
+    "moved": _moves,
+    "swapped": _swaps,
+    "laid out anew": lambda grads: grads[0].t_() is None or [],
+    "laid out anew by .data": _transposes_data,
+    "written on": lambda grads: setattr(grads[0], "seen", True) or [],
+    "given a history": lambda grads: grads[0].mul_(torch.ones((), requires_grad=True)) is None or [],
+    "made a leaf": lambda grads: grads[0].requires_grad_() is None or [],
+    "shared between processes": lambda grads: grads[0].share_memory_() is None or [],
+    "freed": lambda grads: grads[0].untyped_storage().resize_(0) or [],
+}
+
+
+def _is_meddled_with(rank: int, kind: str, who: tuple[int, ...]) -> None:
+    plain, model = make(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(5):
+        step_is_right(plain, model, rank, step)
+        weights = [param for param in model.parameters() if param.ndim == 2]
+        for weight in weights:
+            grad = weight.grad
+            assert not hasattr(grad, "seen") and not grad.requires_grad and not grad.is_shared()
+            assert grad.stride() == weight.stride()
+            del grad
+        if rank in who and step:
+            held = MEDDLE[kind]([weight.grad for weight in weights])
+            kept += [(one, one.clone()) for one in held]
+    assert all(torch.equal(one, value) for one, value in kept)
+
+
+@pytest.mark.parametrize("who", [(0,), (0, 1)], ids=str)
+@pytest.mark.parametrize("kind", MEDDLE)
+def test_a_gradient_that_users_changed_beyond_its_elements_is_not_used_again(ranks, kind, who):
+    ranks(2, _is_meddled_with, kind, who)
+
+
 def _accumulates(rank: int) -> None:
     """Gradients that stay: the means are written into the very tensors that were there."""
     _, model = make(lambda: Scales("a", "b"))

@@ -429,6 +429,27 @@ def test_a_gradient_taken_out_before_it_travels_raises_on_all_ranks(ranks):
     ranks(2, _taken)
 
 
+def _freezes(rank: int, who: tuple[int, ...], steps_before: int) -> list[float]:
+    """One of two parameters, between a forward and its backward."""
+    _, model = make(lambda: Scales("a", "b"))
+    x = torch.tensor(float(rank + 1))
+    for _ in range(steps_before):
+        model(x, "a b").backward()
+        model.zero_grad(set_to_none=True)
+    loss = model(x, "a b")
+    if rank in who:
+        next(model.parameters()).requires_grad_(False)
+    loss.backward()
+    return [float(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(("who", "wanted"), [((0, 1), [0.0, 1.5]), ((0,), [1.0, 1.5])])
+def test_what_is_frozen_before_its_backward_counts_as_zero(ranks, who, wanted, steps_before):
+    """As under DistributedDataParallel. Inputs are 1 and 2."""
+    assert ranks(2, _freezes, who, steps_before) == [wanted] * 2
+
+
 def _fails_to_begin(rank: int) -> list[list[float]]:
     """What stood in ``.grad``, after an exception in the middle of a begin, and the next gradients of the model."""
     _, model = make(lambda: Scales("a", "b"))

@@ -148,6 +148,13 @@ def test_what_is_not_part_of_the_model_is_refused(entry, message):
         PARAMS.resolve([MODEL.scale, entry])
 
 
+def test_a_parameter_that_was_replaced_since_the_last_forward_is_known():
+    module = Model()
+    params = managed(module)
+    module.scale = nn.Parameter(torch.zeros(3))
+    assert named([module.scale], params) == ["scale"]
+
+
 # -- ignored parameters
 
 

@@ -132,7 +132,7 @@ SEEDS: Final = (
     Seed(
         "what no_sync accumulated is not announced",
         "knownddp/reducer.py",
-        "        carried = [i for i in self.touched_locally if held_back[i] is not None]\n",
+        "        carried = [i for i in self.touched_locally if window.gradients.held_back[i] is not None]\n",
         "        carried: list[int] = []\n",
         ("P3", "P5"),
     ),
