@@ -119,16 +119,15 @@ class GradientExchange:
         for place in filled.written:
             if grads[place] is not None:  # ``pack_early`` takes all that come
                 raise self._taken(bucket.param_indices[place])
-        if not self._is_plain or not filled.is_whole or filled.misses(grads):
+        if not (self._is_plain and filled.is_whole and filled.fits) or filled.misses(grads):
             return self._pack_any(bucket, filled)
         wait_for_streams(bucket, grads, self._streams)
-        nothing = [None] * len(grads)
         try:
-            filled.copy(grads, self._divisor) if filled.fits else filled.fill(grads, nothing, self._divisor)
+            filled.copy(grads, self._divisor)
         except RuntimeError:
             if filled.written or all(grad is not None and grad.layout is torch.strided for grad in grads):
                 raise
-            filled.fill(grads, nothing, self._divisor)
+            return self._pack_any(bucket, filled)
         return filled, filled.flat, filled.views
 
     def _pack_any(

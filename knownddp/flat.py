@@ -157,8 +157,9 @@ class FlatBucket:
         already, by ``write``, stays as it is.
 
         Shapes: those of the parameters, any strides, any layout.
-        Numerics: sum and quotient are formed, and rounded, in the wider dtype of gradient and ``flat``, then rounded to
-        that of ``flat``; before anything is summed over ranks, so that float16 does not overflow on the way.
+        Numerics: sum and quotient are formed, and rounded, in a dtype that holds both that of the gradient and that of
+        ``flat``, then rounded to the latter; before anything is summed over ranks, so that float16 does not overflow on
+        the way.
         """
         views, sources, added_to, addends = [], [], [], []  # many small ones at once
         for position, (view, grad, old) in enumerate(zip(self.views, grads, held_back, strict=True)):
@@ -196,21 +197,23 @@ class FlatBucket:
 
 
 def _sum(old: Tensor, grad: Tensor, view: Tensor) -> Tensor:
-    """In ``view`` if its dtype is that of both, or wider."""
+    """In a dtype that holds all three; in ``view`` if that is its own."""
     if old.dtype is grad.dtype is view.dtype:
         return torch.add(old, grad, out=view)
-    both = torch.promote_types(old.dtype, grad.dtype)
-    return old + grad if torch.promote_types(both, view.dtype) == both else view.copy_(old).add_(grad)
+    wide = torch.promote_types(torch.promote_types(old.dtype, grad.dtype), view.dtype)
+    return view.copy_(old).add_(grad) if wide is view.dtype else old.to(wide) + grad
 
 
 def _write_share(view: Tensor, grad: Tensor, divisor: int) -> None:
     """``grad`` may be ``view`` itself."""
     if divisor == 1:
         view.copy_(grad)
-    elif grad.dtype is view.dtype or torch.promote_types(grad.dtype, view.dtype) == grad.dtype:
+    elif grad.dtype is view.dtype:
         torch.div(grad, divisor, out=view)
-    else:
+    elif (wide := torch.promote_types(grad.dtype, view.dtype)) is view.dtype:
         view.copy_(grad).div_(divisor)
+    else:
+        torch.div(grad.to(wide), divisor, out=view)
 
 
 _notes_on: Callable[[Tensor], dict[str, object]] = operator.attrgetter("__dict__")

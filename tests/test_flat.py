@@ -232,6 +232,18 @@ def test_a_wider_gradient_is_divided_before_it_is_rounded(numel, old, is_early):
     assert bucket.flat.unique().tolist() == [49984.0]
 
 
+@pytest.mark.parametrize("old", [None, 34048.0])
+def test_a_gradient_that_its_bucket_cannot_hold_is_divided_before_it_is_rounded(old):
+    """99840 is 195 * 2^9, so exact in bfloat16, and infinite in float16; half of it is 1560 * 2^5, exact in both.
+    34048 is 133 * 2^8 and 65792 is 257 * 2^8, which bfloat16 rounds to 65536: half of the sum is 49792.
+    """
+    before = None if old is None else torch.tensor([old], dtype=torch.bfloat16)
+    grad = torch.tensor([99840.0 if old is None else 65792.0], dtype=torch.bfloat16)
+    bucket = FlatBucket([spec(1, dtype=torch.float16)])
+    bucket.fill([grad], [before], 2)
+    assert bucket.flat.tolist() == [49920.0 if old is None else 49792.0]
+
+
 def test_a_sum_is_not_rounded_to_the_narrower_dtype_of_its_parts():
     """1 + 2^-9 needs ten bits; bfloat16 has eight."""
     old, grad = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-9], dtype=torch.bfloat16)
