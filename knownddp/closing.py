@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import compress
 
 import torch
-from torch import Tensor
 
 from .buffers import BufferSync
 from .comm import Collectives
@@ -26,7 +25,7 @@ from .plan import EAGER_BYTES, NOT_PLACED, Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import LocalBackward, Window
-from .works import DONE, Work
+from .works import DONE, Combination, Work
 
 
 class Closing:
@@ -63,10 +62,11 @@ class Closing:
         """Name of the communication hook; empty if there is none."""
         return self.hook.name if self.hook is not None else ""
 
-    def combine(self, message: bytes) -> tuple[Work, Tensor]:
+    def combine(self, message: bytes) -> Combination:
         """Start to combine a message with that of all ranks. Under "trust" one's own stands for all."""
-        combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        return DONE if self.protocol.agreement is Agreement.TRUST else self.comm.combine_or(combined), combined
+        if self.protocol.agreement is Agreement.TRUST:
+            return Combination(DONE, lambda: message)
+        return self.comm.combine_or(message)
 
     def may_look_at_opening(self, window: Window, nbytes: int) -> bool:
         """Whether to look at OPEN: a bucket may go then, or a gradient of ``nbytes`` be packed; and it is there.
@@ -77,15 +77,13 @@ class Closing:
             return False
         if self.protocol.in_program_order:
             return self.protocol.wants_opening
-        return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening[0].is_completed()
+        return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True, firing: int = NOT_PLACED) -> None:
         """OPEN has come back, or must be waited for. ``firing``: as for ``launch``."""
         assert window.opening is not None
-        work, message = window.opening
-        window.opening = None
-        work.wait()
-        window.outcome = self.protocol.opened(message.numpy().tobytes())
+        opening, window.opening = window.opening, None
+        window.outcome = self.protocol.opened(opening.wait())
         if window.outcome.fault is not None:
             return
         agreed = self.protocol.agreed
@@ -128,7 +126,7 @@ class Closing:
         protocol, gradients = self.protocol, window.gradients
         self.times.mark("backward_over")
         if window.opening is not None:
-            yield window.opening[0]
+            yield window.opening
             self.look_at_opening(window, launches=False)
         assert window.outcome is not None
         if window.outcome.fault is not None:
@@ -141,15 +139,15 @@ class Closing:
         failed = failed or own_error is not None
         graph = self._graph_of(window)
         changed = window.has_graph and not failed and self.history.breaks_promise(graph)
-        work, message = self.combine(protocol.close(self._promised(window), failed=failed, changed=changed))
+        closed = self.combine(protocol.close(self._promised(window), failed=failed, changed=changed))
         try:
-            yield work
+            yield closed
         except Exception as lost:
             if own_error is not None:  # the cause: a hook that raised where peers still wait for its collective, say
                 raise own_error from lost
             raise
         gradients.wait()
-        closing = protocol.closed(message.numpy().tobytes())
+        closing = protocol.closed(closed.wait())
         fault = closing.fault if closing.fault is not Fault.TRUST else None
         if closing.late_plan is not None:
             own_error = yield from gradients.late_round(closing.late_plan, self.planner.generation)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import _torch_private as private
 from .errors import UsageError
-from .works import DONE, PythonWork, UnfinishedWork, Work, run
+from .works import DONE, Combination, PythonWork, UnfinishedWork, Work, run
 
 # Up to which a message goes from each rank to each other. N - 1 of them are sent then, instead of two in the ring's
 # pieces; but it is the hops that cost where a message is shorter than what a link carries in the time of two.
@@ -32,6 +32,11 @@ DIRECT_BYTES = 16 * 2**10
 DIRECT_BYTES_IN_ALL = 4 * 2**20  # what a rank sends and receives at most
 # Up to which a flat is swapped. Adding it is this process's work, and takes as much memory once more.
 SWAP_BYTES = 4 * 2**20
+
+# What every step calls are the group's own methods, as in DistributedDataParallel: the functions of torch.distributed
+# before them take tens of microseconds when the caches are full of a model.
+_SUM, _TO_ALL = dist.AllreduceOptions(), dist.AllToAllOptions()  # a sum is what the former stands for
+_SUM.asyncOp = _TO_ALL.asyncOp = True
 
 # Groups of wrappers that are gone. A peer may still be in its last collective when a wrapper is dropped here, so they
 # are destroyed only when a later wrapper's construction has shown that all ranks are past it.
@@ -50,6 +55,7 @@ class Collectives:
         self._wants_own_group = own_group
         self._data: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
+        self._room: MessageRoom | None = None
         self.move_to(parent)
 
     def move_to(self, parent: dist.ProcessGroup) -> None:
@@ -91,7 +97,7 @@ class Collectives:
         """Give up the groups this object made; see ``_retired``."""
         made = [group for group in (self._data, self._control) if group is not None and group is not self.parent]
         _retired.extend(made)
-        self._data = self._control = None
+        self._data = self._control = self._room = None
 
     # -- data lane
 
@@ -110,10 +116,11 @@ class Collectives:
         """
         group = self._data_lane()
         if room is None:
-            return _work(dist.all_reduce(tensor, group=group, async_op=True), tensor)
+            parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
+            return _work(group.allreduce(parts, _SUM), tensor)
         whole = [0, tensor.nbytes] if self.rank == 0 else [tensor.nbytes, 0]
         sent, received = tensor.view(torch.uint8), room.view(torch.uint8)
-        work = dist.all_to_all_single(received, sent, whole, whole, group=group, async_op=True)
+        work = group.all_to_all_single(received, sent, whole, whole, _TO_ALL)
         return UnfinishedWork(_work(work), functools.partial(tensor.add_, room))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
@@ -122,20 +129,27 @@ class Collectives:
 
     # -- control lane
 
-    def combine_or(self, message: Tensor) -> Work:
-        """Combine bytes by bitwise OR over ranks, in place. ``message`` is 1-D uint8 on the CPU.
+    def combine_or(self, message: bytes) -> Combination:
+        """Combine bytes by bitwise OR over ranks, one message after the other.
 
         Small messages go from each rank to each other, which takes one hop; gloo's all-reduce is a ring of 2 (N - 1).
         """
         group = self._control_lane()
-        in_all = self.world_size * message.numel()
-        if group is not self.parent and message.numel() <= DIRECT_BYTES and in_all <= DIRECT_BYTES_IN_ALL:
-            sent = torch.cat([message] * self.world_size)
-            received = torch.zeros_like(sent)
-            work = _work(dist.all_to_all_single(received, sent, group=group, async_op=True))
-            rows = received.view(self.world_size, -1).numpy()
-            return UnfinishedWork(work, functools.partial(np.bitwise_or.reduce, rows, out=message.numpy()))
-        return _work(dist.all_reduce(message, op=dist.ReduceOp.BOR, group=group, async_op=True), message)
+        in_all = self.world_size * len(message)
+        if group is self.parent or len(message) > DIRECT_BYTES or in_all > DIRECT_BYTES_IN_ALL:
+            combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            work = dist.all_reduce(combined, op=dist.ReduceOp.BOR, group=group, async_op=True)
+            return Combination(_work(work, combined), lambda: combined.numpy().tobytes())
+        room, self._room = self._room, None  # for good if this message is lost: a peer's may still be written there
+        if room is None or room.num_bytes != len(message):
+            room = MessageRoom(self.world_size, len(message))
+        room.fill(message)
+        work = group.all_to_all_single(room.received, room.sent, [], [], _TO_ALL)
+        return Combination(_work(work), functools.partial(self._combined, room))
+
+    def _combined(self, room: MessageRoom) -> bytes:
+        self._room = room
+        return room.combined()
 
     def combine_max(self, message: Tensor) -> Work:
         """Combine integers by MAX over ranks, in place. ``message`` is 1-D int64 on the CPU."""
@@ -158,6 +172,27 @@ class Collectives:
     def gather_objects(self, mine: object) -> list[Any]:
         """What every rank passed, in rank order. Blocks."""
         return run(self.gather_steps(mine))
+
+
+class MessageRoom:
+    """Where messages of one size are sent from and received, a row for each rank."""
+
+    def __init__(self, world_size: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.sent = torch.zeros(world_size * num_bytes, dtype=torch.uint8)
+        self.received = torch.zeros_like(self.sent)
+        self._world_size = world_size
+        self._sent = memoryview(self.sent.numpy())  # type: ignore[arg-type]
+        self._rows = self.received.numpy().reshape(world_size, num_bytes)
+
+    def fill(self, message: bytes) -> None:
+        """Every rank is to get ``message``."""
+        self._sent[:] = message * self._world_size
+
+    def combined(self) -> bytes:
+        """What ranks sent, by bitwise OR."""
+        combined: bytes = np.bitwise_or.reduce(self._rows).tobytes()
+        return combined
 
 
 class Alone(Collectives):
@@ -186,8 +221,8 @@ class Alone(Collectives):
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Work:
         return DONE
 
-    def combine_or(self, message: Tensor) -> Work:
-        return DONE
+    def combine_or(self, message: bytes) -> Combination:
+        return Combination(DONE, lambda: message)
 
     def combine_max(self, message: Tensor) -> Work:
         return DONE

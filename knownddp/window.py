@@ -15,23 +15,22 @@ from . import _torch_private as private
 from .exchange import GradientExchange
 from .forwards import ForwardRecord
 from .outcomes import Opening
-from .works import Work, run_in_turn, run_together
+from .works import Combination, Work, run_in_turn, run_together
 
 
 @dataclass(slots=True, eq=False)
 class Window:
     """A running window.
 
-    ``opening`` is the handle of the OPEN message, and the message, being combined with that of all ranks; None once it
-    was looked at. An ``outcome`` with a fault is raised at the end of the backward, where wrappers do not wait for each
-    other in turn.
+    ``opening`` is the OPEN message, being combined with that of all ranks; None once it was looked at. An ``outcome``
+    with a fault is raised at the end of the backward, where wrappers do not wait for each other in turn.
     """
 
     participants: list[ForwardRecord]
     gradients: GradientExchange
     begun_at_output: bool
     has_graph: bool = True
-    opening: tuple[Work, Tensor] | None = None
+    opening: Combination | None = None
     outcome: Opening | None = None
     undefined: set[int] = field(default_factory=set)  # parameters whose gradient was undefined on this rank
 

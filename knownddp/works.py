@@ -95,6 +95,29 @@ class UnfinishedWork:
 def _nothing() -> None: ...
 
 
+class Combination:
+    """A message that is being combined with those of all ranks.
+
+    Args:
+        work: the handle of the collective.
+        combined: what came of it, asked once, after ``work`` is done.
+    """
+
+    __slots__ = ("_combined", "_message", "_work", "get_future", "is_completed")
+
+    def __init__(self, work: Work, combined: Callable[[], bytes]) -> None:
+        self._work, self._combined = work, combined
+        self._message: bytes | None = None
+        self.is_completed, self.get_future = work.is_completed, work.get_future
+
+    def wait(self) -> bytes:
+        """The combined message."""
+        if self._message is None:
+            self._work.wait()
+            self._message = self._combined()
+        return self._message
+
+
 T = TypeVar("T")
 
 

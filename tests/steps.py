@@ -115,15 +115,13 @@ def identical_models(*builds: Callable[[], nn.Module]) -> Iterator[tuple[nn.Modu
 
 @contextmanager
 def counted_collectives() -> Iterator[list[str]]:
-    """The names of what this process calls in ``torch.distributed``: collectives and the making of groups."""
-    watched = (
-        *("all_reduce", "all_to_all_single", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce"),
-        "new_group",
-    )
+    """The names of what this process calls of process groups, which all collectives go through, and "new_group"."""
+    watched = ("allreduce", "all_to_all_single", "allgather", "broadcast", "barrier", "reduce", "send", "recv")
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in watched:
-            patch.setattr(dist, name, _noting(called, name, getattr(dist, name)))
+            patch.setattr(dist.ProcessGroup, name, _noting(called, name, getattr(dist.ProcessGroup, name)))
+        patch.setattr(dist, "new_group", _noting(called, "new_group", dist.new_group))
         yield called
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import inputs, make, raises_everywhere
+from steps import counted_collectives
 from torch import Tensor, nn
 
 from knownddp import PeerFailedError, comm
@@ -18,32 +22,10 @@ from knownddp.works import DONE, UnfinishedWork
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 
 
-class Calls:
-    """The functions of torch.distributed that ``comm`` called, by name."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(dist, name)
-        if name not in ("all_reduce", "all_to_all_single"):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.names.append(name)
-            return found(*args, **kwargs)
-
-        return call
-
-
 def _with_calls(do: Any) -> list[str]:
-    calls = Calls()
-    before, comm.dist = comm.dist, calls  # type: ignore[attr-defined, assignment]
-    try:
+    with counted_collectives() as called:
         do()
-    finally:
-        comm.dist = before  # type: ignore[attr-defined]
-    return calls.names
+    return called
 
 
 # -- messages
@@ -54,33 +36,57 @@ def _message(rank: int, size: int) -> list[int]:
     return [1 << rank | (64 if i % 3 == 0 else 0) if i % (rank + 2) else 0 for i in range(size)]
 
 
-def _combine(rank: int, size: int, direct_bytes: int) -> tuple[list[int], list[str]]:
+def _messages(rank: int, size: int) -> list[bytes]:
+    """Several in turn: alike in size, which may travel in the same memory, and not."""
+    one = _message(rank, size)
+    return [bytes(one), bytes(reversed(one)), bytes(one * 2)]
+
+
+def _combine(rank: int, size: int, direct_bytes: int) -> tuple[list[bytes], list[str]]:
     collectives = Collectives(dist.group.WORLD, own_group=True)
-    message = torch.tensor(_message(rank, size), dtype=torch.uint8)
     before, comm.DIRECT_BYTES = comm.DIRECT_BYTES, direct_bytes
+    combined = []
 
     def combine() -> None:
-        work = collectives.combine_or(message)
-        work.wait()
-        work.wait()
-        assert work.is_completed()
+        for message in _messages(rank, size):
+            work = collectives.combine_or(message)
+            combined.append(work.wait())
+            assert work.wait() == combined[-1] and work.is_completed()
 
     try:
         names = _with_calls(combine)
     finally:
         comm.DIRECT_BYTES = before
-    return message.tolist(), names
+    return combined, names
+
+
+def _ored(messages: Sequence[bytes]) -> bytes:
+    return bytes(functools.reduce(operator.or_, column) for column in zip(*messages, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [1, 11, 1000])
 def test_messages_are_ored_whichever_way_they_go(ranks, world, size):
     """From each to each up to ``DIRECT_BYTES``, else in the ring."""
-    wanted = [0] * size
-    for rank in range(world):
-        wanted = [a | b for a, b in zip(wanted, _message(rank, size), strict=True)]
-    assert ranks(world, _combine, size, size) == [(wanted, ["all_to_all_single"])] * world
-    assert ranks(world, _combine, size, size - 1) == [(wanted, ["all_reduce"])] * world
+    wanted = [_ored(one) for one in zip(*(_messages(rank, size) for rank in range(world)), strict=True)]
+    for limit, ways in (
+        (2 * size, ["all_to_all_single"] * 3),
+        (size, ["all_to_all_single", "all_to_all_single", "allreduce"]),
+        (size - 1, ["allreduce"] * 3),
+    ):
+        assert ranks(world, _combine, size, limit) == [(wanted, ways)] * world
+
+
+def _combine_at_once(rank: int) -> list[bytes]:
+    collectives = Collectives(dist.group.WORLD, own_group=True)
+    lost, other = (collectives.combine_or(message) for message in _messages(rank, 11)[:2])
+    return [other.wait(), lost.wait()]
+
+
+def test_a_message_that_is_not_over_keeps_its_memory(ranks):
+    """One that was lost, say: a peer's may still be written there."""
+    wanted = [_ored(one) for one in zip(*(_messages(rank, 11) for rank in range(2)), strict=True)]
+    assert ranks(2, _combine_at_once) == [[wanted[1], wanted[0]]] * 2
 
 
 # -- sums
@@ -125,7 +131,7 @@ def test_two_ranks_swap_what_the_backward_waits_for(ranks, numel):
 )
 def test_all_else_is_an_all_reduce(ranks, world, own_group, is_last):
     """On the user's group other collectives may come between, and more than two ranks would send more bytes."""
-    assert ranks(world, _sum, 10, own_group, is_last) == [[["all_reduce"]] * len(DTYPES)] * world
+    assert ranks(world, _sum, 10, own_group, is_last) == [[["allreduce"]] * len(DTYPES)] * world
 
 
 def _sum_at_the_limit(rank: int) -> list[str]:
@@ -141,7 +147,7 @@ def _sum_at_the_limit(rank: int) -> list[str]:
 
 
 def test_large_flats_are_not_swapped(ranks):
-    assert ranks(2, _sum_at_the_limit) == [["all_to_all_single", "all_reduce"]] * 2
+    assert ranks(2, _sum_at_the_limit) == [["all_to_all_single", "allreduce"]] * 2
 
 
 # -- what a wrapper does
@@ -207,7 +213,7 @@ def _train(rank: int) -> tuple[list[str], list[list[float]], list[list[float]]]:
 def test_only_the_last_bucket_of_a_backward_is_swapped(ranks):
     """OPEN, two buckets in the ring, the last one, CLOSE."""
     names, grads, wanted = ranks(2, _train)[0]
-    assert names == ["all_to_all_single", "all_reduce", "all_reduce", "all_to_all_single", "all_to_all_single"]
+    assert names == ["all_to_all_single", "allreduce", "allreduce", "all_to_all_single", "all_to_all_single"]
     torch.testing.assert_close(torch.tensor(grads), torch.tensor(wanted))
 
 

@@ -110,9 +110,9 @@ class _Interrupted:
     def __init__(self, work: Any, fuse: Fuse) -> None:
         self._work, self._fuse = work, fuse
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         self._fuse()
-        self._work.wait()
+        return self._work.wait()
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -128,7 +128,7 @@ def _while_waiting(rank: int, several: bool) -> None:
     fuse = Fuse()
     combine, numbers = model._comm.combine_or, itertools.count()
 
-    def combine_interrupted(message: Tensor) -> Any:
+    def combine_interrupted(message: bytes) -> Any:
         work = combine(message)
         return _Interrupted(work, fuse) if next(numbers) % 2 else work  # the second message of each backward
 

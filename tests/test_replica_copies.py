@@ -52,7 +52,7 @@ def test_a_wrapper_without_one_cannot_be_given_one():
 
 def test_alone_every_collective_is_over_at_once():
     alone, tensor = Alone(), torch.ones(2)
-    for work in (alone.all_reduce_sum(tensor), alone.broadcast(tensor), alone.combine_or(tensor)):
+    for work in (alone.all_reduce_sum(tensor), alone.broadcast(tensor), alone.combine_or(b"12")):
         work.wait()
         assert work.is_completed() and work.get_future().done()
     assert alone.combine_max(tensor).is_completed() and tensor.tolist() == [1, 1]

@@ -20,13 +20,23 @@ from torch.distributed.algorithms import join as torch_join
 
 import knownddp.ddp
 from knownddp import _torch_private, comm, works
-from knownddp.works import UnfinishedWork
+from knownddp.works import Combination, UnfinishedWork
 
 from ..claims import Refuted
 from .baton import Baton
 from .play import Clock
 from .predict import Sent
-from .seam import KINDS, Passing, QuietWarnings, is_poisoned, kind_of_exchange, nbytes_of, poison, replaced
+from .seam import (
+    KINDS,
+    Passing,
+    QuietWarnings,
+    is_poisoned,
+    kind_of_exchange,
+    kind_of_reduction,
+    nbytes_of,
+    poison,
+    replaced,
+)
 
 
 class _Collective:
@@ -122,6 +132,15 @@ class Group:
     def name(self) -> str:
         return "simulated"
 
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> Handle:
+        return self.hub.start(self, tensors[0], tensors, kind_of_reduction(options))
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, takes: list[int], gives: list[int], _: dist.AllToAllOptions
+    ) -> Handle:
+        kind, nbytes = kind_of_exchange(sent, self.hub.world, takes)
+        return self.hub.start(self, sent, [received], kind, sizes=gives or [nbytes] * self.hub.world)
+
     def pause(self, what: str, answers: Callable[[], list[Any]]) -> Any:
         return self.hub.baton.pause(self.number, what, answers)
 
@@ -155,7 +174,7 @@ class Hub(Passing):
     def get_backend(self, group: object) -> str:
         return "gloo"
 
-    def _start(
+    def start(
         self,
         group: Group,
         tensor: Tensor,
@@ -164,6 +183,7 @@ class Hub(Passing):
         source: int = 0,
         sizes: list[int] | None = None,
     ) -> Handle:
+        """A rank starts a collective."""
         rank, lane = group.number, self._lanes.setdefault(group.lane, [])
         place = self._places[rank][group.lane]
         self._places[rank][group.lane] = place + 1
@@ -197,23 +217,15 @@ class Hub(Passing):
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Group, async_op: bool) -> Handle:
         assert async_op
-        return self._start(group, tensor, [tensor], KINDS[op])
+        return self.start(group, tensor, [tensor], KINDS[op])
 
     def broadcast(self, tensor: Tensor, *, group_src: int, group: Group, async_op: bool) -> Handle:
         assert async_op
-        return self._start(group, tensor, [tensor], "broadcast", group_src)
+        return self.start(group, tensor, [tensor], "broadcast", group_src)
 
     def all_gather(self, found: list[Tensor], tensor: Tensor, *, group: Group, async_op: bool) -> Handle:
         assert async_op
-        return self._start(group, tensor, found, "gather")
-
-    def all_to_all_single(
-        self, received: Tensor, sent: Tensor, *sizes: list[int], group: Group, async_op: bool
-    ) -> Handle:
-        assert async_op
-        kind, nbytes = kind_of_exchange(sent, self.world, sizes)
-        own = sizes[1] if sizes else [nbytes] * self.world
-        return self._start(group, sent, [received], kind, sizes=own)
+        return self.start(group, tensor, found, "gather")
 
 
 class _JoinsDist(Passing):
@@ -263,7 +275,7 @@ def simulated(hub: Hub, group_of_thread: Callable[[], Group]) -> Iterator[None]:
         return _Simulated(group, own_group=own_group)
 
     def wait_any(works: Sequence[Any]) -> int:
-        handles: list[Any] = [one._work if isinstance(one, UnfinishedWork) else one for one in works]
+        handles: list[Any] = [one._work if isinstance(one, (Combination, UnfinishedWork)) else one for one in works]
         chosen: int = handles[0]._group.pause(
             "waits for any", lambda: [i for i, one in enumerate(handles) if one.when_done()]
         )

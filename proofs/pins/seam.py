@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,12 +23,18 @@ from .predict import Sent
 KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 
 
+def kind_of_reduction(options: dist.AllreduceOptions) -> str:
+    """What is formed over ranks."""
+    reduced: object = options.reduceOp  # of another type than its constants
+    return next(kind for op, kind in KINDS.items() if reduced == op)
+
+
 def nbytes_of(tensor: Tensor) -> int:
     """What one rank brings."""
     return tensor.numel() * tensor.element_size()
 
 
-def kind_of_exchange(sent: Tensor, world: int, sizes: Sequence[list[int]]) -> tuple[str, int]:
+def kind_of_exchange(sent: Tensor, world: int, sizes: Sequence[int]) -> tuple[str, int]:
     """Whether two ranks swap tensors or all tell each other messages, and how many bytes each brings."""
     return ("swap", nbytes_of(sent)) if sizes else ("exchange", nbytes_of(sent) // world)
 
@@ -43,40 +49,42 @@ class Passing:
         return getattr(self._original, name)
 
 
-class Recorder(Passing):
-    """torch.distributed, which writes down each collective in ``sent``, and in ``polls`` whether OPEN was back."""
+class Recorder:
+    """Writes down each collective on a wrapper's own groups in ``sent``, and in ``polls`` whether OPEN was back."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__(dist)
         self.clock = clock
         self.sent: list[Sent] = []
         self.polls: list[bool] = []
         self.comm: comm.Collectives | None = None
 
     def _write_down(self, kind: str, nbytes: int, group: object) -> None:
-        lane = "other"
-        if self.comm is not None and group is self.comm._control:
-            lane = "control"
-        elif self.comm is not None and group is self.comm._data:
-            lane = "data"
-        self.sent.append(Sent(kind, lane, nbytes, self.clock.came))
+        lanes = {} if self.comm is None else {"control": self.comm._control, "data": self.comm._data}
+        for lane in (name for name, own in lanes.items() if group is own):
+            self.sent.append(Sent(kind, lane, nbytes, self.clock.came))
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:
-        self._write_down(KINDS[op], nbytes_of(tensor), more["group"])
-        return dist.all_reduce(tensor, op, **more)
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What is to stand for those of ``dist.ProcessGroup``, through which all collectives go."""
+        allreduce, broadcast = dist.ProcessGroup.allreduce, dist.ProcessGroup.broadcast
+        allgather, all_to_all = dist.ProcessGroup.allgather, dist.ProcessGroup.all_to_all_single
 
-    def broadcast(self, tensor: Tensor, **more: Any) -> Any:
-        self._write_down("broadcast", nbytes_of(tensor), more["group"])
-        return dist.broadcast(tensor, **more)
+        def reduces(group: dist.ProcessGroup, tensors: list[Tensor], options: dist.AllreduceOptions) -> Any:
+            self._write_down(kind_of_reduction(options), nbytes_of(tensors[0]), group)
+            return allreduce(group, tensors, options)
 
-    def all_gather(self, found: list[Tensor], tensor: Tensor, **more: Any) -> Any:
-        self._write_down("gather", nbytes_of(tensor), more["group"])
-        return dist.all_gather(found, tensor, **more)
+        def broadcasts(group: dist.ProcessGroup, tensors: list[Tensor], options: dist.BroadcastOptions) -> Any:
+            self._write_down("broadcast", nbytes_of(tensors[0]), group)
+            return broadcast(group, tensors, options)
 
-    def all_to_all_single(self, received: Tensor, sent: Tensor, *sizes: list[int], **more: Any) -> Any:
-        kind, nbytes = kind_of_exchange(sent, dist.get_world_size(more["group"]), sizes)
-        self._write_down(kind, nbytes, more["group"])
-        return dist.all_to_all_single(received, sent, *sizes, **more)  # type: ignore[arg-type]
+        def gathers(group: dist.ProcessGroup, found: list[list[Tensor]], tensors: list[Tensor], *options: Any) -> Any:
+            self._write_down("gather", nbytes_of(tensors[0]), group)
+            return allgather(group, found, tensors, *options)
+
+        def exchanges(group: dist.ProcessGroup, received: Tensor, sent: Tensor, *how: Any) -> Any:
+            self._write_down(*kind_of_exchange(sent, group.size(), how[0]), group)
+            return all_to_all(group, received, sent, *how)
+
+        return {"allreduce": reduces, "broadcast": broadcasts, "allgather": gathers, "all_to_all_single": exchanges}
 
 
 class AskedWork(Passing):
@@ -101,7 +109,7 @@ def recorded(clock: Clock) -> Iterator[Recorder]:
             super().__init__(parent, own_group=own_group)
             recorder.comm = self
 
-        def combine_or(self, message: Tensor) -> Any:
+        def combine_or(self, message: bytes) -> Any:
             return AskedWork(super().combine_or(message), recorder.polls)
 
     def over(group: dist.ProcessGroup | None, *, own_group: bool) -> comm.Collectives:
@@ -109,7 +117,7 @@ def recorded(clock: Clock) -> Iterator[Recorder]:
         return Asked(group, own_group=own_group)
 
     with (
-        replaced(comm, dist=recorder),
+        replaced(dist.ProcessGroup, **recorder.methods()),
         replaced(knownddp.ddp, collectives_over=over),
         replaced(torch_join, warnings=QuietWarnings(warnings)),
     ):

@@ -17,7 +17,7 @@ _SENDS_CLOSE = (
     "        failed = failed or own_error is not None\n"
     "        graph = self._graph_of(window)\n"
     "        changed = window.has_graph and not failed and self.history.breaks_promise(graph)\n"
-    "        work, message = self.combine("
+    "        closed = self.combine("
     "protocol.close(self._promised(window), failed=failed, changed=changed))\n"
 )
 
@@ -110,9 +110,8 @@ SEEDS: Final = (
     Seed(
         "buckets travel in the lane of messages",
         "knownddp/comm.py",
-        "            return _work(dist.all_reduce(tensor, group=group, async_op=True), tensor)\n",
-        "            group = self._control_lane()\n"
-        "            return _work(dist.all_reduce(tensor, group=group, async_op=True), tensor)\n",
+        "            return _work(group.allreduce(parts, _SUM), tensor)\n",
+        "            return _work(self._control_lane().allreduce(parts, _SUM), tensor)\n",
         ("P1", "P2"),
     ),
     Seed(
@@ -125,8 +124,8 @@ SEEDS: Final = (
     Seed(
         "only what rank 0 says is heard",
         "knownddp/comm.py",
-        "functools.partial(np.bitwise_or.reduce, rows, out",
-        "functools.partial(np.bitwise_or.reduce, rows[:1], out",
+        "np.bitwise_or.reduce(self._rows)",
+        "np.bitwise_or.reduce(self._rows[:1])",
         ("P2", "P3", "P5"),
     ),
     Seed(
@@ -160,7 +159,7 @@ SEEDS: Final = (
     Seed(
         "a hook waits for OPEN where it should look",
         "knownddp/closing.py",
-        "return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening[0].is_completed()",
+        "return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()",
         "return self.protocol.wants_opening",
         ("P2", "P4"),
     ),

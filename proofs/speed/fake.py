@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import knownddp.ddp
 import knownddp.lifecycle
 from knownddp.comm import Collectives
-from knownddp.works import DONE, Work
+from knownddp.works import DONE, Combination, Work
 
 
 class FakeCollectives(Collectives):
@@ -46,9 +46,9 @@ class FakeCollectives(Collectives):
 class PromptCollectives(FakeCollectives):
     """Peers' messages are there at once."""
 
-    def combine_or(self, message: torch.Tensor) -> Work:
+    def combine_or(self, message: bytes) -> Combination:
         super().combine_or(message)
-        return DONE
+        return Combination(DONE, lambda: message)
 
 
 @contextmanager

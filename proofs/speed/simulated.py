@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from knownddp import KnownDDP
-from knownddp.works import Work
+from knownddp.works import DONE, Combination, Work
 
 from .fake import FakeCollectives, Recorder, fake_rank
 
@@ -75,10 +75,11 @@ class SmallLayers(nn.Module):
 
 def _train(rank: int, world_size: int, dropped_by: Callable[[int, int], frozenset[int]], board: Board) -> Trained:
     class Heard(FakeCollectives):
-        def combine_or(self, message: Tensor) -> Work:
-            work = super().combine_or(message)
-            board.exchange(message, torch.bitwise_or)
-            return work
+        def combine_or(self, message: bytes) -> Combination:
+            super().combine_or(message)
+            combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            board.exchange(combined, torch.bitwise_or)
+            return Combination(DONE, lambda: combined.numpy().tobytes())
 
         def combine_max(self, message: Tensor) -> Work:
             work = super().combine_max(message)
