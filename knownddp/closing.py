@@ -14,7 +14,7 @@ from .buffers import BufferSync
 from .comm import Collectives
 from .comm_hooks import CommHook
 from .errors import KnownDDPError, at_rank
-from .faults import Testimony, dispute_message, error_for
+from .faults import Testimony, dispute_message, error_for, unfinished_error
 from .forwards import ForwardLog, declared_by_all, promised_by
 from .graphs import Graph, GraphHistory
 from .nodes import GradientNodes, inside_nested_task
@@ -223,6 +223,21 @@ class Closing:
         for i in window.undefined | window.gradients.elsewhere:
             promised[i] = 0
         return bytes(promised)
+
+    def judge(self) -> None:
+        """Was every promise kept since this was last asked?
+
+        Raises:
+            UnfinishedBackwardError: not so; on every rank.
+        """
+        with self.lock:
+            missing = self.protocol.unmet()
+            self.protocol.forward_begins()
+        if missing:
+            stock_indices = self.params.stock_indices(missing)
+            error = unfinished_error(self.where, self.comm.rank, self.params.names, missing, stock_indices)
+            self.last_error = str(error)
+            raise error
 
     def _end(self, window: Window, *, restore: bool) -> None:
         """The window is over; gradients stay as they are, or go back to what they were when it began."""

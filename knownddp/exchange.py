@@ -152,13 +152,12 @@ class GradientExchange:
         filled.fill(grads, held_back, self._divisor)
         return filled, filled.flat, filled.views
 
-    @torch.no_grad()
     def pack_early(self, plan: BucketPlan, param_index: int) -> None:
         """Pack a large gradient that came, if its bucket waits for others: it is at hand now, and its memory is free at
         once. If it comes again before the bucket goes, that is added, rounded by itself.
         """
         position, param = plan.bucket_of[param_index], self._live[param_index]
-        if position < len(self._flights) or param is None:
+        if position < len(self._flights) or param is None or torch.is_grad_enabled():  # create_graph
             return
         bucket, grad = plan.buckets[position], param.grad
         is_usual = self._terms.contributes and param_index not in self._stood_before

@@ -156,21 +156,6 @@ class Reducer(Closing, StockReducer):
         if judges:
             self.judge()
 
-    def judge(self) -> None:
-        """Was every promise kept since this was last asked?
-
-        Raises:
-            UnfinishedBackwardError: not so; on every rank.
-        """
-        with self.lock:
-            missing = self.protocol.unmet()
-            self.protocol.forward_begins()
-        if missing:
-            stock_indices = self.params.stock_indices(missing)
-            error = faults.unfinished_error(self.where, self.comm.rank, self.params.names, missing, stock_indices)
-            self.last_error = str(error)
-            raise error
-
     def forward_begins(self, declared: frozenset[int], *, synchronises: bool) -> ForwardRecord:
         """Record one forward, reading the parameters as they are now."""
         self.optimizers.adopt(self.params.live)
@@ -351,6 +336,10 @@ class Reducer(Closing, StockReducer):
         """``grad`` was accumulated into ``.grad``; None: an autograd Function returned no gradient."""
         with self.lock:
             param, window = self.params.live[param_index], self.window
+            is_agreed = window is not None and self.protocol.phase is Phase.REDUCING
+            if window is not None and is_agreed and grad is not None and self.protocol.countdown.counts(param_index):
+                window.gradients.pack_early(self.protocol.plan, param_index)
+                return
             if grad is None and window is not None:
                 window.undefined.add(param_index)
             if grad is None or param is None or is_held_elsewhere(param, window.gradients if window else None):
