@@ -78,6 +78,7 @@ def may_be_overwritten(param: Tensor, spec: ParamSpec, num_users: int) -> bool:
         and _references_to_grad(param) == _USUAL_REFERENCES
         and tensor_holders(grad) == 2  # the parameter, and Python
         and storage_users(grad) == num_users
+        and grad.untyped_storage().resizable()  # else it is not torch's own: who else has an array, say, nobody knows
     )
 
 

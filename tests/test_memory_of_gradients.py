@@ -386,6 +386,42 @@ def test_a_large_gradient_that_is_held_in_whatever_way_is_copied(ranks, hold, pa
     ranks(2, _held_however, hold, part)
 
 
+class FromArray(torch.autograd.Function):
+    """The sum of two matrices times x. One array holds the gradients of both; torch knows of no user it has."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, x: float, array: Any) -> Tensor:  # type: ignore[override]
+        ctx.x, ctx.array = x, array
+        return (first + second).sum() * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.array.fill(grad.item() * ctx.x)
+        return torch.from_numpy(ctx.array), torch.from_numpy(ctx.array), None, None
+
+
+class OfAnArray(Summed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.zeros((SIDE, SIDE), dtype=np.float32)
+
+    def forward(self, x: float) -> Tensor:
+        return FromArray.apply(self.first, self.second, x, self.array)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _array(rank: int) -> None:
+    _, model = make(OfAnArray)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model(rank + 1.0).backward()
+        assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in model.parameters())
+        assert (model.module.array == rank + 1.0).all()
+
+
+def test_large_gradients_in_memory_that_is_not_torchs_own_are_copied(ranks):
+    ranks(2, _array)
+
+
 LAYOUTS = {
     "transposed": lambda one: one.t(),
     "four dimensions, channels last": lambda one: one.view(256, 4, 32, 32).to(memory_format=torch.channels_last),
