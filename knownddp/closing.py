@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from itertools import compress
 
 import torch
@@ -14,7 +14,7 @@ from .buffers import BufferSync
 from .comm import Collectives
 from .comm_hooks import CommHook
 from .errors import KnownDDPError, at_rank
-from .faults import Testimony, dispute_message, error_for, unfinished_error
+from .faults import Testimony, dispute_message, error_for, late_message, unfinished_error
 from .forwards import ForwardLog, declared_by_all, promised_by
 from .graphs import Graph, GraphHistory
 from .nodes import GradientNodes, inside_nested_task
@@ -50,7 +50,7 @@ class Closing:
     _local: Callable[[], LocalBackward | None]  # the one that runs
     touched_locally: set[int]  # by unsynchronised backwards, since the last window
     last_error: str  # for logging data
-    _warned_of_dispute = False
+    _warned_of_dispute = _warned_of_late = False
 
     @property
     def where(self) -> str:
@@ -178,6 +178,7 @@ class Closing:
         self._end(window, restore=False)
         if closing.fault is not Fault.TRUST:
             self.optimizers.step(self.params.live, closing.touched)
+        self._tell_of_late(declared_by_all(window.participants).intersection(closing.late))
         self._tell_of_dispute(window.outcome.disputed)  # last: a warning may be made an exception
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
@@ -274,6 +275,13 @@ class Closing:
             told = yield from self.comm.gather_steps(mine)
         about = tuple(self.params.stock_indices(about)) if fault is Fault.GRAPH else about
         return error_for(fault, self.where, told or (mine,), self.params.names, about)
+
+    def _tell_of_late(self, used: Collection[int]) -> None:
+        """Parameters that this rank declared unused, and that some rank used. Say so once."""
+        found = sorted(i for i in used if not self.protocol.agreed[i])
+        if found and not self._warned_of_late and self.protocol.agreement is not Agreement.TRUST:
+            self._warned_of_late = True
+            warnings.warn(late_message(self.where, self.params.names_of(found)), stacklevel=2)
 
     def _tell_of_dispute(self, disputed: Sequence[int]) -> None:
         """Differing declarations cost bytes: count them, and say so once."""

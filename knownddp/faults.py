@@ -205,6 +205,15 @@ def dispute_message(where: str, names: Sequence[str]) -> str:
     )
 
 
+def late_message(where: str, names: Sequence[str]) -> str:
+    """The text of the warning that parameters were declared unused and used all the same."""
+    return (
+        f"{where} every rank declared these parameters unused, and they were used: {shorten(names)}. Their gradients "
+        "are averaged, but after all others, in a round of their own. Declare what a call does not use, and nothing "
+        "else; stats().late_rounds counts such rounds."
+    )
+
+
 def gradient_taken_error(where: str, name: str) -> GradientTakenError:
     """The exception for a ``.grad`` that is gone before it could be averaged."""
     return GradientTakenError(

@@ -194,6 +194,13 @@ def test_a_hook_that_fails_on_one_rank_fails_the_step_on_all(ranks, cap, positio
     assert FAILURES[kind][1] in own
 
 
+def _declaring_wrongly(model: KnownDDP) -> None:
+    """Let it warn of that once."""
+    with pytest.warns(UserWarning, match="every rank declared these parameters unused, and they were used: b"):
+        model(torch.tensor(0.0), use="a b", unused_parameters=["b"]).backward()
+    model.zero_grad(set_to_none=True)
+
+
 def _failing_late(rank: int, kind: str) -> str:
     """As above, in the round for a gradient that comes though it was declared unused. The step that fails leaves out
     ``a``, which the next forward does not hold against it."""
@@ -205,6 +212,7 @@ def _failing_late(rank: int, kind: str) -> str:
         return _bad(kind, bucket) if is_late and fails else averaged(None, bucket)
 
     model.register_comm_hook(None, hook)
+    _declaring_wrongly(model)
     texts = []
     for fails in (False, rank == 1, False):  # noqa: B007
         for param in model.parameters():
@@ -287,6 +295,7 @@ def _late(rank: int) -> list[Any]:
         return averaged(None, bucket).then(lambda future: 5 * future.value())
 
     model.register_comm_hook(None, fivefold)
+    _declaring_wrongly(model)
     for _ in range(2):
         calls.clear()
         model.zero_grad()
