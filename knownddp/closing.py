@@ -194,13 +194,22 @@ class Closing:
         if unhooked:
             self.nodes.forget()
 
-    def local_ends(self, local: LocalBackward) -> None:
+    def local_ends(self, local: LocalBackward, *, failed: bool) -> None:
         """A backward that stayed on this rank is over. Gradients whose hooks did not run count too."""
         with self.lock:
-            unhooked = set(local.changed()) - self.touched_locally if self._local() is local else ()
+            if self._local() is not local:
+                return  # it went on to what ranks average
+            self._count_local()
+            unhooked = local.changed(self.touched_locally) if not failed else ()
             if unhooked:
                 self.touched_locally.update(unhooked)
                 self.nodes.forget()
+
+    def _count_local(self) -> None:
+        """Take over what hooks counted by themselves in a backward that stays on this rank."""
+        if self._local() is not None:
+            self.touched_locally.update(compress(range(len(self.params)), self.protocol.countdown.fired))
+            self.protocol.countdown.reset()
 
     def _graph_of(self, window: Window) -> Graph:
         fired, repeated = self.protocol.fired()

@@ -16,7 +16,7 @@ class Countdown:
 
     Attributes:
         slots: for each parameter the position of the bucket for which its next gradient counts; ``NOT_PLACED`` if it
-            does not just count (none is expected, it came already, no window is open).
+            does not just count (none is expected, it came already, no window is open nor a backward that stays local).
         left: for each bucket how many gradients it waits for.
         fired: a byte for each parameter, 1 once a gradient came.
     """
@@ -37,6 +37,12 @@ class Countdown:
     def stop(self) -> None:
         """No gradient counts any more by itself."""
         self.slots[:] = self._nothing
+
+    def count_all(self) -> None:
+        """No window is open: the first gradient of each parameter just counts, until ``reset``."""
+        self.reset()
+        self.left[:] = [len(self.slots) + 1]
+        self.slots[:] = [0] * len(self.slots)
 
     def counts(self, param_index: int) -> bool:
         """Count a gradient after which its bucket waits for more; False if there is more to it."""

@@ -208,9 +208,9 @@ def dispute_message(where: str, names: Sequence[str]) -> str:
 def late_message(where: str, names: Sequence[str]) -> str:
     """The text of the warning that parameters were declared unused and used all the same."""
     return (
-        f"{where} every rank declared these parameters unused, and they were used: {shorten(names)}. Their gradients "
-        "are averaged, but after all others, in a round of their own. Declare what a call does not use, and nothing "
-        "else; stats().late_rounds counts such rounds."
+        f"{where} gradients came for parameters that every rank declared unused: {shorten(names)}. They are averaged, "
+        "but after all others, in a round of their own, which stats().late_rounds counts. To save it declare only what "
+        "the whole backward leaves out."
     )
 
 

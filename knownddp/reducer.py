@@ -42,7 +42,7 @@ from .window import Debt, LocalBackward, TaskEnd, Window
 from .works import raise_first, run
 
 _numbers = itertools.count()
-_no_backward = weakref.ref(LocalBackward((), lambda _: None))  # dead at once
+_no_backward = weakref.ref(LocalBackward((), lambda _, failed: None))  # dead at once
 _reducers: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
@@ -224,6 +224,8 @@ class Reducer(Closing, StockReducer):
             mark = LocalBackward(self.params.live, self.local_ends)
             private.queue_callback(mark)
             self._local = weakref.ref(mark)
+            if self.protocol.may_count and not private.rpc_is_running():
+                self.protocol.countdown.count_all()
         return False
 
     def begin_if_reached(self) -> None:
@@ -243,6 +245,7 @@ class Reducer(Closing, StockReducer):
         """``stood_before``: the backward was noticed at a parameter, whose ``.grad`` held this before."""
         self._settle_debt()
         self.times.mark("backward_begun")
+        self._count_local()
         self._local = _no_backward
         self.sync_next = False
         at_parameter = stood_before is not None
@@ -346,7 +349,8 @@ class Reducer(Closing, StockReducer):
                 return  # another wrapper averages it in this backward
             if window is None and self.nodes.is_passed_by(param_index):
                 raise faults.warned(faults.distributed_autograd_error(self.where))
-            if param.grad is None and param.requires_grad:  # else it was frozen since the forward: it counts as zero
+            # Frozen since the forward it counts as zero; what stays on this rank anyone may take.
+            if param.grad is None and param.requires_grad and self._local() is None:
                 raise faults.gradient_taken_error(self.where, self.params.names[param_index])
             if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import _torch_private as private
 from .exchange import GradientExchange
+from .flat import grads_of
 from .forwards import ForwardRecord
 from .outcomes import Opening
 from .works import Combination, Work, run_in_turn, run_together
@@ -114,25 +115,30 @@ class LocalBackward:
 
     Args:
         params: whose gradients it may change.
-        on_end: called at its end.
+        on_end: called at its end; with ``failed`` if it raised, as for ``TaskEnd``.
     """
 
-    def __init__(self, params: Sequence[Tensor | None], on_end: Callable[[LocalBackward], None]) -> None:
+    def __init__(self, params: Sequence[Tensor | None], on_end: Callable[..., None]) -> None:
         self._params = params
         self._on_end = on_end
-        self._before = self._grads()
+        self._is_over = False
+        self._grads = grads_of(params)
+        self._written = [private.times_written(grad) if grad is not None else 0 for grad in self._grads]
 
     def __call__(self) -> None:
-        self._on_end(self)
+        self._is_over = True
+        self._on_end(self, failed=False)
 
-    def changed(self) -> list[int]:
-        """Which parameters have another gradient by now, whether or not the hook on theirs ran."""
-        pairs = enumerate(zip(self._before, self._grads(), strict=True))
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._on_end(self, failed=True)
+
+    def changed(self, known: Collection[int]) -> list[int]:
+        """Which parameters beside those ``known`` to have one have another gradient by now."""
         return [
-            i for i, (before, now) in pairs if now[0] is not None and (before[0] is not now[0] or before[1] != now[1])
+            i
+            for i, grad in enumerate(grads_of(self._params))
+            if grad is not None
+            and i not in known
+            and (grad is not self._grads[i] or private.times_written(grad) != self._written[i])
         ]
-
-    def _grads(self) -> list[tuple[Tensor | None, int]]:
-        """Each gradient, and how often it was written to."""
-        grads = [param.grad if param is not None else None for param in self._params]
-        return [(grad, private.times_written(grad) if grad is not None else 0) for grad in grads]

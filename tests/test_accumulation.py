@@ -5,7 +5,9 @@ Expected gradients come from plain autograd on one process or are worked out in 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -200,7 +202,9 @@ def _both_in_one_backward(rank: int, swapped: bool) -> list[float | None]:
             local = model(x, use="a b")
         if not swapped:
             synchronised = model(x, use="a", unused_parameters=["b"])
-        (synchronised + local).backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*that every rank declared unused: b")  # the local call uses it
+            (synchronised + local).backward()
     return grads_of(model)
 
 
@@ -263,6 +267,41 @@ def test_leaving_no_sync_by_an_error_restores_synchronisation(ranks, kind):
 
 
 # -- gradients that stood there before
+
+
+class _Sometimes(Scales):
+    """What it returns cannot be looked into if ``hides``."""
+
+    def forward(self, x: Tensor, use: str, hides: bool = False) -> Any:  # type: ignore[override]
+        total = super().forward(x, use)
+        return (lambda: total) if hides else total
+
+
+def _fails_locally(rank: int) -> list[list[float | None]]:
+    _, model = make(lambda: _Sometimes("a", "b", "c"))
+    x = torch.tensor(6.0 * (rank + 1))
+    model(x, use="a b c").backward()
+    model.zero_grad()
+    with model.no_sync():
+        loss = model(x, use="a b c")
+
+    def fails(_: Tensor) -> None:
+        raise ArithmeticError
+
+    handle = model.module.a.register_hook(fails)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    found = [grads_of(model)]
+    model(x, use="a", hides=True, unused_parameters=["b", "c"])().backward()
+    return [*found, grads_of(model)]
+
+
+def test_what_came_before_a_local_backward_raised_is_averaged_and_the_next_one_is_noticed(ranks):
+    """x is 6 and 12. The local backward comes to c, b and a, where it raises. a: (6 + 12) / 2, as are b and c, which
+    the next one leaves out.
+    """
+    assert ranks(2, _fails_locally) == [[[None, x, x], [9.0] * 3] for x in (6.0, 12.0)]
 
 
 def _old_gradients(rank: int, find: bool, views: bool) -> list[list[float | None]]:

@@ -32,6 +32,9 @@ def test_it_counts_what_leaves_its_bucket_waiting():
     assert not any(countdown.counts(i) for i in range(5))
     countdown.reset()
     assert list(countdown.fired) == [0] * 5
+    countdown.count_all()  # of each parameter once
+    assert all(countdown.counts(i) for i in (3, 0, 4, 1, 2)) and not any(countdown.counts(i) for i in range(5))
+    assert list(countdown.fired) == [1] * 5
 
 
 def _run(

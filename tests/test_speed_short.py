@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 # more a parameter.
 BACKWARD_CALLS = {"known": 1.4, "known-find": 1.4, "known-trust": 1.4}
 FORWARD_CALLS = 0.12
+NO_SYNC_CALLS = 1.1
 # Likewise with 16 buckets, where OPEN comes back at once, or not before the backward is over: then every fourth
 # gradient after the first bucket looks for it. "trust" waits for none.
 BACKWARD_CALLS_AT_ONCE = {"known": 2.4, "known-find": 2.4, "known-trust": 2.4}
@@ -79,5 +80,6 @@ def test_memory_of_a_step_is_that_of_the_used_gradients(counted, name):
 def test_python_calls_a_parameter(counted, name):
     assert counted[name]["backward_calls"] <= BACKWARD_CALLS[name]
     assert counted[name]["forward_calls"] <= FORWARD_CALLS
+    assert counted[name]["no_sync_calls"] <= NO_SYNC_CALLS
     assert counted[name]["calls, at once"] <= BACKWARD_CALLS_AT_ONCE[name]
     assert counted[name]["calls, late"] <= BACKWARD_CALLS_LATE[name]

@@ -302,7 +302,7 @@ def _declared_but_used(rank: int, users: Collection[int], cap: float | None) -> 
     def loss_of(module: nn.Module, r: int, step: int) -> Tensor:
         return square_loss(module, r, step, skip=() if r in users else {1}, **declares(module, ["layers.1"]))
 
-    with pytest.warns(UserWarning, match=r"they were used: layers\.1\.weight, layers\.1\.bias\. "):
+    with pytest.warns(UserWarning, match=r"that every rank declared unused: layers\.1\.weight, layers\.1\.bias\. "):
         step_is_right(plain, model, rank, 0, loss_of)
     steps_are_right(plain, model, rank, loss_of, steps=2)  # said once
     return model.stats().late_rounds
@@ -318,7 +318,7 @@ def test_what_was_declared_but_used_is_averaged_in_a_late_round(ranks, world_siz
 def _late_by_hand(rank: int) -> tuple[list[float | None], int, int]:
     _, model = make(lambda: Scales("a", "b", "c"))
     use = "a b" if rank == 1 else "a"
-    with pytest.warns(UserWarning, match=r"they were used: b\. "):
+    with pytest.warns(UserWarning, match=r"that every rank declared unused: b\. "):
         model(torch.tensor(6.0 * (rank + 1)), use=use, unused_parameters=["b", "c"]).backward()
     return grads_of(model), model.stats().bytes_reduced, model.stats().bytes_skipped
 
@@ -333,7 +333,7 @@ def _late_joins(rank: int) -> list[float | None]:
     for param in model.parameters():
         param.grad = torch.tensor(60.0 * (rank + 1))
     held = [param.grad for param in model.parameters()]
-    with pytest.warns(UserWarning, match=r"they were used: b\. "):
+    with pytest.warns(UserWarning, match=r"that every rank declared unused: b\. "):
         model(torch.tensor(6.0), use="a b" if rank == 1 else "a", unused_parameters=["b", "c"]).backward()
     assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
     return grads_of(model)

@@ -6,6 +6,7 @@ collectives of a step, memory that is asked for, and calls of Python functions f
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -74,7 +75,10 @@ def calls(step: Callable[[], object]) -> int:
 def python_calls(
     contender: Contender, num_params: int, *, num_buckets: int = 1, collectives: type[FakeCollectives] = FakeCollectives
 ) -> dict[str, float]:
-    """A parameter, in forward and backward of a step that is not the first. ``num_buckets``: of KnownDDP."""
+    """A parameter, in forward and backward of a step that is not the first, and in a backward under ``no_sync``.
+
+    ``num_buckets``: of KnownDDP.
+    """
     module = Tiny(num_params)
     cap_bytes = sum(p.nbytes for p in module.parameters()) // num_buckets
     with (
@@ -96,7 +100,10 @@ def python_calls(
         forward()
         loss.backward()
     found = {"forward_calls": calls(forward) / num_params}
-    return {**found, "backward_calls": calls(lambda: loss.backward()) / num_params}
+    found["backward_calls"] = calls(lambda: loss.backward()) / num_params
+    with getattr(wrapper, "no_sync", contextlib.nullcontext)():
+        forward()
+    return {**found, "no_sync_calls": calls(lambda: loss.backward()) / num_params}
 
 
 def measure() -> dict[str, dict[str, float]]:
