@@ -32,18 +32,19 @@ class _Filling:
 
 
 def assign(items: Iterable[Item], limits: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Group ``(index, nbytes, key, is_sparse)`` items into ``(indices, limit in bytes)`` buckets.
+    """Group ``(index, nbytes, key, is_alone)`` items into ``(indices, limit in bytes)`` buckets.
 
-    Dense items join, in order, the open bucket of their key. It closes when its bytes *reach* the limit in force
-    for that key; each close moves that key on to its next limit, and the last limit repeats. A sparse item is a
-    bucket of its own. Buckets come in the order in which they closed, then the leftovers in first-opened order.
+    Items join, in order, the open bucket of their key. It closes when its bytes *reach* the limit in force for that
+    key; each close moves that key on to its next limit, and the last limit repeats. One that ``is_alone``, a sparse
+    one say, is a bucket of its own. Buckets come in the order in which they closed, then the leftovers in
+    first-opened order.
     """
     last = len(limits) - 1
     done: list[tuple[list[int], int]] = []
     filling: dict[Hashable, _Filling] = {}
     stage: dict[Hashable, int] = {}
-    for index, nbytes, key, is_sparse in items:
-        if is_sparse:
+    for index, nbytes, key, is_alone in items:
+        if is_alone:
             done.append(([index], NO_LIMIT))
             continue
         bucket = filling.get(key)

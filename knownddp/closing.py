@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import compress
 
 import torch
@@ -21,7 +21,7 @@ from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .outcomes import Fault
 from .params import ManagedParams
-from .plan import EAGER_BYTES, NOT_PLACED, Planner
+from .plan import EAGER_BYTES, Planner
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import LocalBackward, Window
@@ -50,7 +50,8 @@ class Closing:
     _local: Callable[[], LocalBackward | None]  # the one that runs
     touched_locally: set[int]  # by unsynchronised backwards, since the last window
     last_error: str  # for logging data
-    _warned_of_dispute = _warned_of_late = False
+    _warned_of_dispute = False
+    _warned_of_late: set[int]  # which parameters
 
     @property
     def where(self) -> str:
@@ -79,11 +80,11 @@ class Closing:
             return self.protocol.wants_opening
         return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()
 
-    def look_at_opening(self, window: Window, *, launches: bool = True, firing: int = NOT_PLACED) -> None:
-        """OPEN has come back, or must be waited for. ``firing``: as for ``launch``."""
+    def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
+        """OPEN has come back, or must be waited for."""
         assert window.opening is not None
-        opening, window.opening = window.opening, None
-        window.outcome = self.protocol.opened(opening.wait())
+        window.outcome = self.protocol.opened(window.opening.wait())  # if that is interrupted the end waits again
+        window.opening = None
         if window.outcome.fault is not None:
             return
         agreed = self.protocol.agreed
@@ -91,20 +92,17 @@ class Closing:
             skipped = compress(self.params.specs, map(operator.gt, self.params.trainable, agreed))
             self.counters.bytes_skipped += sum(spec.nbytes for spec in skipped)
         if launches:
-            self.launch(window, window.outcome.launch, firing=firing)
+            self.launch(window, window.outcome.launch)
 
-    def launch(self, window: Window, positions: range, *, firing: int = NOT_PLACED) -> None:
-        """Start to combine these buckets of the plan. ``firing``: the parameter whose gradient just came."""
+    def launch(self, window: Window, positions: range) -> None:
+        """Start to combine these buckets of the plan."""
         if not positions:
             return
         self.times.mark("first_launch")
         buckets = self.protocol.plan.buckets
         for position in positions:
             window.gradients.launch(
-                buckets[position],
-                is_last=position == len(buckets) - 1,
-                generation=self.planner.generation,
-                firing=firing,
+                buckets[position], is_last=position == len(buckets) - 1, generation=self.planner.generation
             )
 
     def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
@@ -174,12 +172,14 @@ class Closing:
         if window.has_graph:
             self.history.note(graph, protocol.fired()[0])
         self.touched_locally.clear()
+        costly = [i for i in window.outcome.disputed if protocol.agreed[i]]
+        self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
         self.counters.backwards_finished += 1
         self._end(window, restore=False)
         if closing.fault is not Fault.TRUST:
             self.optimizers.step(self.params.live, closing.touched)
-        self._tell_of_late(declared_by_all(window.participants).intersection(closing.late))
-        self._tell_of_dispute(window.outcome.disputed)  # last: a warning may be made an exception
+        self._warn_of_late(declared_by_all(window.participants).intersection(closing.late))
+        self._warn_of_dispute(costly)  # last: a warning may be made an exception
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
@@ -285,17 +285,15 @@ class Closing:
         about = tuple(self.params.stock_indices(about)) if fault is Fault.GRAPH else about
         return error_for(fault, self.where, told or (mine,), self.params.names, about)
 
-    def _tell_of_late(self, used: Collection[int]) -> None:
-        """Parameters that this rank declared unused, and that some rank used. Say so once."""
-        found = sorted(i for i in used if not self.protocol.agreed[i])
-        if found and not self._warned_of_late and self.protocol.agreement is not Agreement.TRUST:
-            self._warned_of_late = True
+    def _warn_of_late(self, used: frozenset[int]) -> None:
+        """Once of each parameter that this rank declared unused, no rank expected, and some rank used."""
+        found = sorted(i for i in used.difference(self._warned_of_late) if not self.protocol.agreed[i])
+        if found and self.protocol.agreement is not Agreement.TRUST:
+            self._warned_of_late.update(found)
             warnings.warn(late_message(self.where, self.params.names_of(found)), stacklevel=2)
 
-    def _tell_of_dispute(self, disputed: Sequence[int]) -> None:
-        """Differing declarations cost bytes: count them, and say so once."""
-        costly = [i for i in disputed if self.protocol.agreed[i]]
-        self.counters.bytes_disputed += sum(self.params.specs[i].nbytes for i in costly)
+    def _warn_of_dispute(self, costly: Sequence[int]) -> None:
+        """Once, that differing declarations cost the bytes of these parameters."""
         if costly and not self._warned_of_dispute:
             self._warned_of_dispute = True
             warnings.warn(dispute_message(self.where, self.params.names_of(costly)), stacklevel=2)

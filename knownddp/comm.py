@@ -35,7 +35,7 @@ SWAP_BYTES = 4 * 2**20
 
 # What every step calls are the group's own methods, as in DistributedDataParallel: the functions of torch.distributed
 # before them take tens of microseconds when the caches are full of a model.
-_SUM, _TO_ALL = dist.AllreduceOptions(), dist.AllToAllOptions()  # a sum is what the former stands for
+_SUM, _TO_ALL = dist.AllreduceOptions(), dist.AllToAllOptions()  # reductions are sums unless told otherwise
 _SUM.asyncOp = _TO_ALL.asyncOp = True
 
 # Groups of wrappers that are gone. A peer may still be in its last collective when a wrapper is dropped here, so they
@@ -130,7 +130,7 @@ class Collectives:
     # -- control lane
 
     def combine_or(self, message: bytes) -> Combination:
-        """Combine bytes by bitwise OR over ranks, one message after the other.
+        """Combine bytes by bitwise OR over ranks; messages of all ranks have one size.
 
         Small messages go from each rank to each other, which takes one hop; gloo's all-reduce is a ring of 2 (N - 1).
         """
@@ -140,8 +140,8 @@ class Collectives:
             combined = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             work = dist.all_reduce(combined, op=dist.ReduceOp.BOR, group=group, async_op=True)
             return Combination(_work(work, combined), lambda: combined.numpy().tobytes())
-        room, self._room = self._room, None  # for good if this message is lost: a peer's may still be written there
-        if room is None or room.num_bytes != len(message):
+        room, self._room = self._room, None  # until the result was read: one that is lost may still be written to
+        if room is None or room.shape != (self.world_size, len(message)):
             room = MessageRoom(self.world_size, len(message))
         room.fill(message)
         work = group.all_to_all_single(room.received, room.sent, [], [], _TO_ALL)
@@ -175,10 +175,13 @@ class Collectives:
 
 
 class MessageRoom:
-    """Where messages of one size are sent from and received, a row for each rank."""
+    """Where messages of one size are sent from and received.
+
+    Shapes: ``sent`` and ``received`` are 1-D, a row of bytes for each rank, row after row.
+    """
 
     def __init__(self, world_size: int, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+        self.shape = world_size, num_bytes
         self.sent = torch.zeros(world_size * num_bytes, dtype=torch.uint8)
         self.received = torch.zeros_like(self.sent)
         self._world_size = world_size

@@ -17,7 +17,7 @@ from .flat import grads_of, sparse_share, with_strides_of
 from .flights import Flight, Resources, Terms, wait_for_streams
 from .ownership import may_be_overwritten, put_means, sharing
 from .params import NOTHING
-from .plan import ALONE_BYTES, NOT_PLACED, BucketPlan, BucketSpec
+from .plan import BucketPlan, BucketSpec, travels_alone
 from .pool import GradientBucket
 from .specs import BucketKey
 from .works import DONE, Work
@@ -92,14 +92,16 @@ class GradientExchange:
         return [i for i, param in silent if param is not None and param.grad is not None]
 
     @torch.no_grad()
-    def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int, firing: int = NOT_PLACED) -> None:
+    def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int) -> None:
         """Pack what this rank has for ``bucket`` and start to combine it.
 
         ``is_last`` and ``generation`` are for hooks: whether it is the last one of its plan, and the plan's generation.
-        ``firing``: the parameter in whose hook this is called.
+
+        Raises:
+            GradientTakenError: a gradient that came is gone.
         """
         with private.profiled("knownddp::pack"):
-            filled, flat, packed = self._pack(bucket, firing)
+            filled, flat, packed = self._pack(bucket)
         self._launched.append(bucket)
         self._give_up(bucket, filled)
         numel = flat._values().numel() if bucket.is_sparse else flat.numel()
@@ -107,18 +109,20 @@ class GradientExchange:
         self._counters.buckets_launched += 1
         self._send(bucket, flat, packed, filled, is_last=is_last, generation=generation)
 
-    def _pack(self, bucket: BucketSpec, firing: int) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
-        """What to reduce, and its parts."""
+    def _pack(self, bucket: BucketSpec) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
+        """What to reduce, 1-D or sparse, and its parts, one a parameter in the strides of its spec; all divided
+        already. Before these the flat bucket they lie in, if they lie in one.
+        """
         first = bucket.param_indices[0]
         if bucket.is_sparse:
             return self._pack_any(bucket)
-        if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first, firing):
+        if len(bucket.param_indices) == 1 and self._may_reduce_in_place(first):
             return self._in_place(bucket)
         filled = self._begun.pop(first, None) or self._pool.take(bucket)
         grads = grads_of(filled.params)
         for place in filled.written:
             if grads[place] is not None:  # ``pack_early`` takes all that come
-                raise self._taken(bucket.param_indices[place])
+                raise self._taken_error(bucket.param_indices[place])
         if not (self._is_plain and filled.is_whole and filled.fits) or filled.misses(grads):
             return self._pack_any(bucket, filled)
         wait_for_streams(bucket, grads, self._streams)
@@ -133,13 +137,13 @@ class GradientExchange:
     def _pack_any(
         self, bucket: BucketSpec, filled: GradientBucket | None = None
     ) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
-        """Likewise, whatever there is and is not. ``filled``: where to put it, if that was taken already."""
+        """As ``_pack``, whatever there is and is not. ``filled``: where to put it, if that was taken already."""
         grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
         travelled = self._has_travelled()
         for i, grad in zip(bucket.param_indices, grads, strict=True):
             is_missed = grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before
             if is_missed and getattr(self._live[i], "requires_grad", True):  # else it was frozen since the forward
-                raise self._taken(i)
+                raise self._taken_error(i)
         if self._terms.contributes:
             held_back = [None if travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
@@ -172,7 +176,7 @@ class GradientExchange:
             self._travelled[param_index] = 1
             param.grad = None
 
-    def _taken(self, i: int) -> GradientTakenError:
+    def _taken_error(self, i: int) -> GradientTakenError:
         return gradient_taken_error(at_rank(self._comm.rank, self._comm.world_size), self._params.names[i])
 
     def _has_travelled(self) -> bytearray:
@@ -184,7 +188,7 @@ class GradientExchange:
         return self._travelled
 
     def _in_place(self, bucket: BucketSpec) -> tuple[None, Tensor, list[Tensor]]:
-        """Likewise, in the gradient's own memory."""
+        """As ``_pack``, in the gradient's own memory."""
         (param_index,) = bucket.param_indices
         param = self._live[param_index]
         assert param is not None and param.grad is not None
@@ -201,12 +205,12 @@ class GradientExchange:
             for i in bucket.param_indices:
                 self._set(i, None)
 
-    def _may_reduce_in_place(self, i: int, firing: int) -> bool:
-        """Whether a gradient is large enough not to be copied, lies as it must, and is nobody else's."""
+    def _may_reduce_in_place(self, i: int) -> bool:
+        """Whether a gradient is one that travels alone, lies as it must, and is nobody else's."""
         spec, param = self._params.specs[i], self._live[i]
-        if not self._is_plain or self._terms.hook is not None or spec.nbytes < ALONE_BYTES or not self._params.fits[i]:
+        if not self._is_plain or self._terms.hook is not None or not travels_alone(spec) or not self._params.fits[i]:
             return False
-        return param is not None and may_be_overwritten(param, spec, self._users.get(i, 0) if i == firing else 1)
+        return param is not None and may_be_overwritten(param, spec, self._users.get(i, 1))
 
     def _send(
         self,
@@ -221,7 +225,7 @@ class GradientExchange:
         """Hand the packed bucket to the hook, else to the collectives."""
         # Should it raise: the bucket counts as launched, since a hook may have called collectives already.
         stream = torch.accelerator.current_stream(flat.device) if flat.device.type != "cpu" else None
-        flight = Flight(bucket, DONE, packed, filled if self._terms.hook is None else None, stream)
+        flight = Flight(bucket, DONE, flat, packed, filled if self._terms.hook is None else None, stream)
         room = self._comm.room_to_swap(flat) if is_last and self._terms.hook is None else None  # may run out of memory
         self._flights.append(flight)
         if self._terms.hook is not None:
@@ -286,7 +290,7 @@ class GradientExchange:
     def wait(self) -> None:
         """Wait for everything launched so far. Safe once all ranks have launched it."""
         for flight in self._flights:
-            flight.work.wait()
+            flight.wait()
 
     def wait_for_hook(self) -> Generator[Work, None, BaseException | None]:
         """If a hook combines buckets: wait for its futures, and return what went wrong in them, or None.
@@ -297,7 +301,7 @@ class GradientExchange:
         if self._terms.hook is not None:
             for flight in self._flights:
                 try:
-                    yield flight.work
+                    yield flight
                 except Exception as raised:
                     error, flight.work = raised, DONE
         try:
@@ -357,8 +361,7 @@ class GradientExchange:
         on_time, self._flights = self._flights, []
         error = self.launch_rest(plan, failed=False, generation=generation)
         error = (yield from self.wait_for_hook()) or error
-        for flight in self._flights:
-            yield flight.work
+        yield from self._flights
         self._late_flights, self._flights = self._flights, on_time
         try:
             return error

@@ -208,9 +208,9 @@ def dispute_message(where: str, names: Sequence[str]) -> str:
 def late_message(where: str, names: Sequence[str]) -> str:
     """The text of the warning that parameters were declared unused and used all the same."""
     return (
-        f"{where} gradients came for parameters that every rank declared unused: {shorten(names)}. They are averaged, "
-        "but after all others, in a round of their own, which stats().late_rounds counts. To save it declare only what "
-        "the whole backward leaves out."
+        f"{where} gradients came, here or on other ranks, for parameters that this rank declared unused and no rank "
+        f"expected: {shorten(names)}. They are averaged, but after all others, in a round of their own, which "
+        "stats().late_rounds counts. To save it declare only what the whole backward leaves out."
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ._torch_private import looks_of_plain, storage_users, storage_view
 from .specs import BucketKey, ParamSpec
 
-ONE_BY_ONE_BYTES: Final = 16 * 2**10  # a parameter, on average, from which gradients are divided as they are copied
+ONE_BY_ONE_BYTES: Final = 16 * 2**10  # a parameter, on average, from which the CPU divides gradients as it copies them
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -90,18 +90,21 @@ class FlatBucket:
         self.memory = torch.empty(numel, dtype=key.dtype, device=key.device) if memory is None else memory
         self.flat = storage_view(self.memory, 0, (numel,), (1,))
         self.views = sliced(self.flat, specs)
-        self._writes_one_by_one = numel * key.dtype.itemsize >= ONE_BY_ONE_BYTES * len(specs)
+        is_on_cpu = key.device.type == "cpu"
+        self._writes_one_by_one = is_on_cpu and numel * key.dtype.itemsize >= ONE_BY_ONE_BYTES * len(specs)
         self.written: set[int] = set()  # positions of gradients that were written already, by ``write``
-        self._references = self._count_references()
-        self._num_users = 2 + len(specs)
-        self._views_look_alike = looks_of_plain(self.views)
-        self._addresses = list(map(Tensor.data_ptr, self.views))
+        if is_on_cpu:  # elsewhere it is not used again
+            self._references = self._count_references()
+            self._num_users = 2 + len(specs)
+            self._views_look_alike = looks_of_plain(self.views)
+            self._addresses = list(map(Tensor.data_ptr, self.views))
 
     def _count_references(self) -> int:
         return sum(map(sys.getrefcount, self.views))
 
     def is_free(self) -> bool:
-        """Whether nobody else refers to its memory, no ``.grad`` and no alias of one, and all is as it was made.
+        """Whether nobody else refers to its memory, no ``.grad`` and no alias of one, and all is as it was made; to be
+        asked on the CPU alone.
 
         Views have been users' gradients, who may have moved them (``p.grad.data = ...``, into shared memory), laid them
         out anew (``t_()``), given them a history, or written something down on them.

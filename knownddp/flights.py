@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +24,30 @@ class Flight:
 
     bucket: BucketSpec
     work: Work
-    packed: list[Tensor]  # one a parameter, in the bucket's order
+    flat: Tensor  # what is combined
+    packed: list[Tensor]  # its parts, one a parameter, in the bucket's order
     filled: GradientBucket | None  # the flat bucket whose views they are, if these become the means
     stream: torch.Stream | None = None  # on which it was packed
 
-    def means(self) -> list[Tensor]:
-        """The parts of the packed bucket, after ``work``; or what a hook made of them.
+    def wait(self) -> None:
+        """Order what follows on the current stream behind ``work``, and keep the memory until that stream has it.
 
-        Their memory is kept until the stream that asks is done with it, which may not be the one it belongs to.
+        It may not be the stream that the memory belongs to, where it would be free for others at once.
         """
-        if self.stream is not None and self.packed:
-            current = torch.accelerator.current_stream(self.packed[0].device)
+        self.work.wait()
+        if self.stream is not None:
+            current = torch.accelerator.current_stream(self.flat.device)
             if current != self.stream:
-                _keep_until(current, self.packed[0])  # dense ones share one storage
+                _keep_until(current, self.flat)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.work.get_future()
+
+    def means(self) -> list[Tensor]:
+        """The parts of the packed bucket, after ``wait``; or what a hook made of them."""
         return self.work.means() if isinstance(self.work, HookedWork) else self.packed
 
 
@@ -50,7 +62,7 @@ class Resources:
         pool: where flat buckets come from.
         fired: a byte for each parameter, 1 once its gradient came in the running window; hooks write it.
         streams: on accelerators, where the gradient of a parameter was accumulated; likewise.
-        users: of large parameters what ``ownership.users_in_hook`` said; likewise.
+        users: of a large parameter, while its hook runs, what ``ownership.users_in_hook`` said; likewise.
     """
 
     params: ManagedParams

@@ -33,7 +33,7 @@ class GradientNodes:
         self._on_ready = weakref.WeakMethod(on_ready)
         self._countdown = countdown
         self.streams: dict[int, torch.Stream] = {}  # where gradients on accelerators were accumulated, lately
-        self.users: dict[int, int] = {}  # of large parameters what ``users_in_hook`` said lately
+        self.users: dict[int, int] = {}  # of a large parameter, while its hook runs, what ``users_in_hook`` said
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
         self._is_current = [False] * num_params
@@ -83,18 +83,21 @@ class GradientNodes:
 
         def hook_of_large(inputs: object, grads: Sequence[torch.Tensor | None]) -> None:
             users[param_index] = users_in_hook(param, grads)
-            (hook if device.type == "cpu" else hook_on_stream)(inputs, grads)
+            try:
+                hook(inputs, grads)
+            finally:
+                del users[param_index]
 
         def hook_of_middle(_: object, grads: Sequence[torch.Tensor | None]) -> None:
             report = on_ready()  # each time, as it may be packed at once
             if report is not None:
                 report(param_index, grads[0])
 
+        if device.type != "cpu":
+            return hook_on_stream
         if param.nbytes >= ALONE_BYTES:
             usual_references_to_arrived()  # while no backward runs
             return hook_of_large
-        if device.type != "cpu":
-            return hook_on_stream
         return hook_of_middle if param.nbytes >= EAGER_BYTES else hook
 
     def remove(self) -> None:

@@ -21,11 +21,17 @@ MAX_CACHED_PLANS = 64
 
 NOT_PLACED = -1
 
-# A gradient this large travels alone, so that it needs not be copied.
+# A gradient this large travels alone on the CPU, so that it needs not be copied. On accelerators a kernel on another
+# stream may still read the memory in which it came, of which no count tells.
 ALONE_BYTES = 4 * 2**20
 
 # One this large is packed as soon as it is there, while it is in the processor's cache; smaller ones together.
 EAGER_BYTES = 64 * 2**10
+
+
+def travels_alone(spec: ParamSpec) -> bool:
+    """Whether a dense gradient has a bucket of its own."""
+    return spec.nbytes >= ALONE_BYTES and spec.key.device.type == "cpu"
 
 
 class BucketSpec(NamedTuple):
@@ -92,7 +98,7 @@ class Planner:
         """Take over changed sizes, dtypes or devices; plans made for the old ones are forgotten."""
         keys: dict[BucketKey, int] = {}  # small integers hash faster than (dtype, device)
         self._items = [
-            (i, s.nbytes, keys.setdefault(s.key, len(keys)), s.is_sparse or s.nbytes >= ALONE_BYTES)
+            (i, s.nbytes, keys.setdefault(s.key, len(keys)), s.is_sparse or travels_alone(s))
             for i, s in enumerate(specs)
         ]
         self._is_sparse = [s.is_sparse for s in specs]

@@ -84,6 +84,7 @@ class Reducer(Closing, StockReducer):
         self.divisor = comm.world_size  # ranks that take part; fewer where join() is told to count them
         self.debt: Callable[[], Debt | None] = lambda: None  # what is owed in the running join context
         self.last_error = ""
+        self._warned_of_late = set()
         self._agreement = agreement
         self.number = next(_numbers)
         # Hooks run on an engine thread for each device, and so may the end of a backward that raised.
@@ -198,7 +199,7 @@ class Reducer(Closing, StockReducer):
     def on_output_grad(self, record: ForwardRecord) -> None:
         """An output's gradient is known: a backward has begun, or ``torch.autograd.grad`` runs."""
         with self.lock:
-            if self._is_off or not self._is_begin(record):
+            if self._is_off or not self._note_output_grad(record):
                 return
         try:  # without the lock: another device's thread may begin another wrapper, and that one's this
             _begin_all()
@@ -206,7 +207,8 @@ class Reducer(Closing, StockReducer):
             record.visited = record.visited and self.window is not None
             raise
 
-    def _is_begin(self, record: ForwardRecord) -> bool:
+    def _note_output_grad(self, record: ForwardRecord) -> bool:
+        """Returns whether a window is to begin."""
         if private.in_compiled_backward():
             raise faults.compiled_error(self.where)
         if self.window is not None:
@@ -339,9 +341,10 @@ class Reducer(Closing, StockReducer):
         """``grad`` was accumulated into ``.grad``; None: an autograd Function returned no gradient."""
         with self.lock:
             param, window = self.params.live[param_index], self.window
-            is_agreed = window is not None and self.protocol.phase is Phase.REDUCING
-            if window is not None and is_agreed and grad is not None and self.protocol.countdown.counts(param_index):
-                window.gradients.pack_early(self.protocol.plan, param_index)
+            is_reducing = window is not None and self.protocol.phase is Phase.REDUCING
+            if is_reducing and grad is not None and self.protocol.countdown.counts(param_index):
+                # It is expected, so no other wrapper's; if a hook has taken it, packing its bucket will tell.
+                window.gradients.pack_early(self.protocol.plan, param_index)  # type: ignore[union-attr]
                 return
             if grad is None and window is not None:
                 window.undefined.add(param_index)
@@ -357,9 +360,9 @@ class Reducer(Closing, StockReducer):
             window = self.window
             if window is None or (window.outcome is not None and window.outcome.fault is not None):
                 return
-            self.launch(window, self.protocol.ready(param_index), firing=param_index)
+            self.launch(window, self.protocol.ready(param_index))
             if self.may_look_at_opening(window, param.nbytes):
-                self.look_at_opening(window, firing=param_index)
+                self.look_at_opening(window)
             if param.nbytes >= EAGER_BYTES and self.protocol.phase is Phase.REDUCING:  # else the plan is but a guess
                 window.gradients.pack_early(self.protocol.plan, param_index)
 

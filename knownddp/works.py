@@ -56,11 +56,12 @@ class PythonWork:
 
     def wait(self) -> None:
         self._work.wait(NO_TIMEOUT)
-        if self._tensor is None:
-            return
-        result = self._work.get_future().wait()
+        if self._tensor is not None:
+            self._take(self._work.get_future().wait())
+
+    def _take(self, result: object) -> None:
         result = result[0] if isinstance(result, (list, tuple)) else result
-        if isinstance(result, Tensor) and result is not self._tensor:
+        if self._tensor is not None and isinstance(result, Tensor) and result is not self._tensor:
             self._tensor.copy_(result)
         self._tensor = None
 
@@ -68,7 +69,9 @@ class PythonWork:
         return bool(self._work.is_completed())
 
     def get_future(self) -> Any:
-        return self._work.get_future()
+        """When it is done the result is where it belongs."""
+        future = self._work.get_future()
+        return future if self._tensor is None else future.then(lambda done: self._take(done.value()))
 
 
 class UnfinishedWork:

@@ -108,6 +108,71 @@ def test_a_process_group_written_in_python(ranks, own_work, views, cap):
     ranks(1, _over_a_python_group, own_work, views, cap)
 
 
+class _Cloning(dist.ProcessGroup):
+    """Calls the default group with copies: a result arrives in the future alone."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> object:
+        copies = [tensor.clone() for tensor in tensors]
+        dist.group.WORLD.allreduce(copies, options).wait()  # type: ignore[union-attr]
+        return self._done(copies)
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> object:
+        copies = [tensor.clone() for tensor in tensors]
+        dist.group.WORLD.broadcast(copies, options).wait()  # type: ignore[union-attr]
+        return self._done(copies)
+
+    def allgather(self, found: list[list[Tensor]], tensors: list[Tensor], *options: object) -> object:
+        dist.group.WORLD.allgather(found, tensors).wait()  # type: ignore[union-attr]
+        return self._done(found)
+
+    def _done(self, result: object) -> object:
+        future: Future[object] = Future()
+        future.set_result(result)
+        return _FutureAlone(future)
+
+    def getBackendName(self) -> str:
+        return "cloning"
+
+
+class _FutureAlone(dist._Work):
+    def __init__(self, future: Future[object]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Future[object]:
+        return self._future
+
+
+def _results_in_futures(rank: int, hook: str) -> None:
+    torch.manual_seed(0)
+    plain = _mlp()
+    model = KnownDDP(copy.deepcopy(plain), process_group=_Cloning(), bucket_cap_mb=TINY_CAP_MB)
+    if hook == "built in":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    elif hook:
+        model.register_comm_hook(None, lambda _, bucket: _halved(model, bucket))
+    steps_are_right(plain, model, rank)
+
+
+def _halved(model: KnownDDP, bucket: dist.GradBucket) -> Future[Tensor]:
+    bucket.buffer().div_(2)
+    return model.reducer._run_allreduce_hook(bucket)
+
+
+@pytest.mark.parametrize("hook", ["", "built in", "calls the reducer's"])
+def test_a_group_whose_results_arrive_in_futures_alone(ranks, hook):
+    ranks(2, _results_in_futures, hook)
+
+
 def _silent(rank: int) -> Counter[str]:
     group = _Lonely(own_work=True)
     KnownDDP(_mlp(), process_group=group, init_sync=False)

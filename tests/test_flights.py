@@ -58,8 +58,22 @@ def test_of_a_sparse_gradient_indices_and_values_are_kept(current):
     assert current.kept == [(4, current.stream), (16, current.stream)]
 
 
-def test_a_sparse_mean_is_kept_for_the_stream_that_asks_for_it(current):
+def test_a_sparse_mean_is_kept_for_the_stream_that_waits_for_it(current):
     sparse = torch.eye(4).to_sparse(1)
-    flight = Flight(BucketSpec((0,), True, False), DONE, [sparse], None, Stream())
+    flight = Flight(BucketSpec((0,), True, False), DONE, sparse, [sparse], None, Stream())
+    flight.wait()
     assert flight.means()[0] is sparse
     assert current.kept == [(4, current.stream), (16, current.stream)]
+
+
+def test_what_failed_is_kept_too(current):
+    """Its parts are of no use, but the collective still writes there."""
+    flat = torch.ones(3)
+    Flight(BucketSpec((0,), False, False), DONE, flat, [], None, Stream()).wait()
+    assert current.kept == [(3, current.stream)]
+
+
+def test_on_its_own_stream_nothing_needs_to_be_kept(current):
+    flat = torch.ones(3)
+    Flight(BucketSpec((0,), False, False), DONE, flat, [flat], None, current.stream).wait()
+    assert current.kept == []

@@ -121,6 +121,29 @@ class _Interrupted:
         return self._work.get_future()
 
 
+def _while_opening(rank: int, options: dict[str, Any]) -> None:
+    """Rank 0 is interrupted in a hook on a gradient, where it waits for OPEN: what it told peers by then stands."""
+    plain, model = make(_mlp, **options)
+    steps_are_right(plain, model, rank, steps=2)
+    fuse = Fuse()
+    combine = model._comm.combine_or
+    model._comm.combine_or = lambda message: _Interrupted(combine(message), fuse)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    loss = square_loss(model, rank, 5)
+    fuse.lit = rank == 0
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerFailedError):
+        loss.backward()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert param.grad is old is None or torch.equal(param.grad, old)
+    steps_are_right(plain, model, rank, steps=2)
+
+
+@pytest.mark.parametrize("options", [{"unused_agreement": "same"}, {"own_group": False}])
+def test_an_interrupt_while_others_are_waited_for_as_a_backward_begins(ranks, options):
+    """Under "same" as it begins, on the user's own group at the first launch."""
+    ranks(2, _while_opening, options)
+
+
 def _while_waiting(rank: int, several: bool) -> None:
     """For peers at the end of a backward, on rank 0. Gradients are averaged everywhere, then rank 0 raises."""
     plain, model = make(_mlp)

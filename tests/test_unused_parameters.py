@@ -6,6 +6,7 @@ declarations that differ is in ``test_unused_agreement.py``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -302,7 +303,7 @@ def _declared_but_used(rank: int, users: Collection[int], cap: float | None) -> 
     def loss_of(module: nn.Module, r: int, step: int) -> Tensor:
         return square_loss(module, r, step, skip=() if r in users else {1}, **declares(module, ["layers.1"]))
 
-    with pytest.warns(UserWarning, match=r"that every rank declared unused: layers\.1\.weight, layers\.1\.bias\. "):
+    with pytest.warns(UserWarning, match=r"no rank expected: layers\.1\.weight, layers\.1\.bias\. "):
         step_is_right(plain, model, rank, 0, loss_of)
     steps_are_right(plain, model, rank, loss_of, steps=2)  # said once
     return model.stats().late_rounds
@@ -318,7 +319,7 @@ def test_what_was_declared_but_used_is_averaged_in_a_late_round(ranks, world_siz
 def _late_by_hand(rank: int) -> tuple[list[float | None], int, int]:
     _, model = make(lambda: Scales("a", "b", "c"))
     use = "a b" if rank == 1 else "a"
-    with pytest.warns(UserWarning, match=r"that every rank declared unused: b\. "):
+    with pytest.warns(UserWarning, match=r"no rank expected: b\. "):
         model(torch.tensor(6.0 * (rank + 1)), use=use, unused_parameters=["b", "c"]).backward()
     return grads_of(model), model.stats().bytes_reduced, model.stats().bytes_skipped
 
@@ -333,7 +334,7 @@ def _late_joins(rank: int) -> list[float | None]:
     for param in model.parameters():
         param.grad = torch.tensor(60.0 * (rank + 1))
     held = [param.grad for param in model.parameters()]
-    with pytest.warns(UserWarning, match=r"that every rank declared unused: b\. "):
+    with pytest.warns(UserWarning, match=r"no rank expected: b\. "):
         model(torch.tensor(6.0), use="a b" if rank == 1 else "a", unused_parameters=["b", "c"]).backward()
     assert all(p.grad is grad for p, grad in zip(model.parameters(), held, strict=True))
     return grads_of(model)
@@ -342,6 +343,21 @@ def _late_joins(rank: int) -> list[float | None]:
 def test_a_late_gradient_joins_what_stood_in_grad_on_every_rank(ranks):
     """60 and 120 stood there. a: (66 + 126) / 2; b, used by rank 1 alone: (60 + 126) / 2; c stays."""
     assert ranks(2, _late_joins) == [[96.0, 93.0, 60.0], [96.0, 93.0, 120.0]]
+
+
+def _names_each(rank: int) -> list[list[str]]:
+    _, model = make(lambda: Scales("a", "b", "c"))
+    found = []
+    for late in ("b", "b", "b c", "c"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model(torch.tensor(6.0), use="a " + late, unused_parameters=["b", "c"]).backward()
+        found.append([str(one.message).split("expected: ")[1].split(". ")[0] for one in seen])
+    return found
+
+
+def test_each_that_came_late_is_named_once(ranks):
+    assert ranks(2, _names_each) == [[["b"], [], ["c"], []]] * 2
 
 
 def _everything_then_nothing(rank: int, cap: float | None) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch.distributed.algorithms import join as torch_join
 
 import knownddp.ddp
 from knownddp import _torch_private, comm, works
+from knownddp.flights import Flight
 from knownddp.works import Combination, UnfinishedWork
 
 from ..claims import Refuted
@@ -267,6 +268,13 @@ class _Simulated(comm.Collectives):
         return self._control
 
 
+def _handle_of(work: Any) -> Any:
+    """The simulated handle under what the library put around it."""
+    while isinstance(work, (Combination, Flight, UnfinishedWork)):
+        work = work.work if isinstance(work, Flight) else work._work
+    return work
+
+
 @contextlib.contextmanager
 def simulated(hub: Hub, group_of_thread: Callable[[], Group]) -> Iterator[None]:
     """Inside, wrappers are made over the simulated group of the rank that makes them."""
@@ -275,7 +283,7 @@ def simulated(hub: Hub, group_of_thread: Callable[[], Group]) -> Iterator[None]:
         return _Simulated(group, own_group=own_group)
 
     def wait_any(works: Sequence[Any]) -> int:
-        handles: list[Any] = [one._work if isinstance(one, (Combination, UnfinishedWork)) else one for one in works]
+        handles = list(map(_handle_of, works))
         chosen: int = handles[0]._group.pause(
             "waits for any", lambda: [i for i, one in enumerate(handles) if one.when_done()]
         )

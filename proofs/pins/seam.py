@@ -26,7 +26,7 @@ KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 def kind_of_reduction(options: dist.AllreduceOptions) -> str:
     """What is formed over ranks."""
     reduced: object = options.reduceOp  # of another type than its constants
-    return next(kind for op, kind in KINDS.items() if reduced == op)
+    return next((kind for op, kind in KINDS.items() if reduced == op), "another reduction")
 
 
 def nbytes_of(tensor: Tensor) -> int:
@@ -50,18 +50,22 @@ class Passing:
 
 
 class Recorder:
-    """Writes down each collective on a wrapper's own groups in ``sent``, and in ``polls`` whether OPEN was back."""
+    """Writes down in ``sent`` each collective of a process that has a wrapper, but for those of torch's ``Join``, and
+    in ``polls`` whether OPEN was back.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.sent: list[Sent] = []
         self.polls: list[bool] = []
         self.comm: comm.Collectives | None = None
+        self.is_quiet = False
 
     def _write_down(self, kind: str, nbytes: int, group: object) -> None:
-        lanes = {} if self.comm is None else {"control": self.comm._control, "data": self.comm._data}
-        for lane in (name for name, own in lanes.items() if group is own):
-            self.sent.append(Sent(kind, lane, nbytes, self.clock.came))
+        if self.comm is None or self.is_quiet:
+            return
+        lane = "control" if group is self.comm._control else "data" if group is self.comm._data else "other"
+        self.sent.append(Sent(kind, lane, nbytes, self.clock.came))
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """What is to stand for those of ``dist.ProcessGroup``, through which all collectives go."""
@@ -85,6 +89,21 @@ class Recorder:
             return all_to_all(group, received, sent, *how)
 
         return {"allreduce": reduces, "broadcast": broadcasts, "allgather": gathers, "all_to_all_single": exchanges}
+
+
+class _JoinsDist(Passing):
+    """torch.distributed as torch's ``Join`` calls it, to count who still has inputs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(dist)
+        self._recorder = recorder
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.is_quiet = True
+        try:
+            return dist.all_reduce(*args, **kwargs)
+        finally:
+            self._recorder.is_quiet = False
 
 
 class AskedWork(Passing):
@@ -119,7 +138,7 @@ def recorded(clock: Clock) -> Iterator[Recorder]:
     with (
         replaced(dist.ProcessGroup, **recorder.methods()),
         replaced(knownddp.ddp, collectives_over=over),
-        replaced(torch_join, warnings=QuietWarnings(warnings)),
+        replaced(torch_join, dist=_JoinsDist(recorder), warnings=QuietWarnings(warnings)),
     ):
         yield recorder
 

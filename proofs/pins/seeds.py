@@ -32,9 +32,10 @@ SEEDS: Final = (
     Seed(
         "where all gradients are there they are packed in another order",
         "knownddp/exchange.py",
-        '        """What to reduce, and its parts."""\n',
+        "        first = bucket.param_indices[0]\n        if bucket.is_sparse:\n",
         "        if self._is_plain:\n"
-        "            bucket = bucket._replace(param_indices=tuple(sorted(bucket.param_indices)))\n",
+        "            bucket = bucket._replace(param_indices=tuple(sorted(bucket.param_indices)))\n"
+        "        first = bucket.param_indices[0]\n        if bucket.is_sparse:\n",
         ("P5",),
     ),
     Seed(
@@ -138,8 +139,8 @@ SEEDS: Final = (
     Seed(
         "what no_sync accumulated is announced for ever",
         "knownddp/closing.py",
-        "        self.touched_locally.clear()\n        self.counters.backwards_finished += 1\n",
-        "        self.counters.backwards_finished += 1\n",
+        "        self.touched_locally.clear()\n        costly",
+        "        costly",
         ("P5",),
     ),
     Seed(
