@@ -99,11 +99,8 @@ class Closing:
         if not positions:
             return
         self.times.mark("first_launch")
-        buckets = self.protocol.plan.buckets
         for position in positions:
-            window.gradients.launch(
-                buckets[position], is_last=position == len(buckets) - 1, generation=self.planner.generation
-            )
+            window.gradients.launch(self.protocol.plan, position)
 
     def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
         """Close the window: yields each handle to wait for.
@@ -132,7 +129,7 @@ class Closing:
         if not failed:
             self._count_unhooked(window)
         protocol.end()
-        own_error = gradients.launch_rest(protocol.plan, failed=failed, generation=self.planner.generation)
+        own_error = gradients.launch_rest(protocol.plan, failed=failed)
         own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish() or own_error
         failed = failed or own_error is not None
         graph = self._graph_of(window)
@@ -148,7 +145,7 @@ class Closing:
         closing = protocol.closed(closed.wait())
         fault = closing.fault if closing.fault is not Fault.TRUST else None
         if closing.late_plan is not None:
-            own_error = yield from gradients.late_round(closing.late_plan, self.planner.generation)
+            own_error = yield from gradients.late_round(closing.late_plan)
             failed = own_error is not None
             any_failed = torch.tensor([int(failed)])
             yield self.comm.combine_max(any_failed)

@@ -116,8 +116,8 @@ class Collectives:
         """
         group = self._data_lane()
         if room is None:
-            parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
-            return _work(group.allreduce(parts, _SUM), tensor)
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            return _work(group.allreduce([real], _SUM), real)
         whole = [0, tensor.nbytes] if self.rank == 0 else [tensor.nbytes, 0]
         sent, received = tensor.view(torch.uint8), room.view(torch.uint8)
         work = group.all_to_all_single(received, sent, whole, whole, _TO_ALL)

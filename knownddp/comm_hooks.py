@@ -165,13 +165,13 @@ class CommHook:
         parameters: Sequence[Tensor],
         *,
         is_last: bool,
-        generation: int,
+        is_learnt: bool,
     ) -> HookedWork:
         """Hand ``flat`` to the hook.
 
-        ``generation``: the planner's; numbers start anew once, when it leaves 0.
+        ``is_learnt``: the plan's; with the first one that is, numbers start anew.
         """
-        if generation and not self._has_restarted:
+        if is_learnt and not self._has_restarted:
             self._has_restarted = True
             self._numbers.clear()
         layout = (bucket.param_indices, flat.dtype, tuple(spec.shape for spec in specs))

@@ -54,7 +54,7 @@ class CompiledBackwardError(UsageError, RuntimeError):
 
 
 class GradientTakenError(UsageError, RuntimeError):
-    """A hook of the user's took a gradient out of ``.grad`` before it could be averaged."""
+    """A hook of the user's took a gradient out of ``.grad``, or changed its shape, before it could be averaged."""
 
 
 class BrokenTrustError(UsageError, RuntimeError):

@@ -92,14 +92,13 @@ class GradientExchange:
         return [i for i, param in silent if param is not None and param.grad is not None]
 
     @torch.no_grad()
-    def launch(self, bucket: BucketSpec, *, is_last: bool, generation: int) -> None:
-        """Pack what this rank has for ``bucket`` and start to combine it.
-
-        ``is_last`` and ``generation`` are for hooks: whether it is the last one of its plan, and the plan's generation.
+    def launch(self, plan: BucketPlan, position: int) -> None:
+        """Pack what this rank has for a bucket of ``plan`` and start to combine it.
 
         Raises:
             GradientTakenError: a gradient that came is gone.
         """
+        bucket = plan.buckets[position]
         with private.profiled("knownddp::pack"):
             filled, flat, packed = self._pack(bucket)
         self._launched.append(bucket)
@@ -107,7 +106,7 @@ class GradientExchange:
         numel = flat._values().numel() if bucket.is_sparse else flat.numel()
         self._counters.bytes_reduced += numel * flat.element_size()
         self._counters.buckets_launched += 1
-        self._send(bucket, flat, packed, filled, is_last=is_last, generation=generation)
+        self._send(plan, position, flat, packed, filled)
 
     def _pack(self, bucket: BucketSpec) -> tuple[GradientBucket | None, Tensor, list[Tensor]]:
         """What to reduce, 1-D or sparse, and its parts, one a parameter in the strides of its spec; all divided
@@ -125,6 +124,8 @@ class GradientExchange:
                 raise self._taken_error(bucket.param_indices[place])
         if not (self._is_plain and filled.is_whole and filled.fits) or filled.misses(grads):
             return self._pack_any(bucket, filled)
+        for place in filled.misshapen(grads):
+            raise self._taken_error(bucket.param_indices[place])
         wait_for_streams(bucket, grads, self._streams)
         try:
             filled.copy(grads, self._divisor)
@@ -144,6 +145,9 @@ class GradientExchange:
             is_missed = grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before
             if is_missed and getattr(self._live[i], "requires_grad", True):  # else it was frozen since the forward
                 raise self._taken_error(i)
+            for one in (grad, self.held_back[i]):
+                if one is not None and tuple(one.shape) != self._params.specs[i].shape:
+                    raise self._taken_error(i)
         if self._terms.contributes:
             held_back = [None if travelled[i] else self.held_back[i] for i in bucket.param_indices]
         else:
@@ -168,6 +172,8 @@ class GradientExchange:
         may_pack = is_usual and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1
         if not may_pack or type(grad) is not Tensor or grad.layout is not torch.strided or grad.device.type != "cpu":
             return
+        if grad.shape != param.shape:
+            return  # an error, once all is packed
         filled = self._begun.get(bucket.param_indices[0]) or self._pool.take(bucket)
         self._begun[bucket.param_indices[0]] = filled
         if filled.is_whole:
@@ -213,16 +219,10 @@ class GradientExchange:
         return param is not None and may_be_overwritten(param, spec, self._users.get(i, 1))
 
     def _send(
-        self,
-        bucket: BucketSpec,
-        flat: Tensor,
-        packed: list[Tensor],
-        filled: GradientBucket | None,
-        *,
-        is_last: bool,
-        generation: int,
+        self, plan: BucketPlan, position: int, flat: Tensor, packed: list[Tensor], filled: GradientBucket | None
     ) -> None:
         """Hand the packed bucket to the hook, else to the collectives."""
+        bucket, is_last = plan.buckets[position], position == len(plan.buckets) - 1
         # Should it raise: the bucket counts as launched, since a hook may have called collectives already.
         stream = torch.accelerator.current_stream(flat.device) if flat.device.type != "cpu" else None
         flight = Flight(bucket, DONE, flat, packed, filled if self._terms.hook is None else None, stream)
@@ -231,12 +231,12 @@ class GradientExchange:
         if self._terms.hook is not None:
             specs = [self._params.specs[i] for i in bucket.param_indices]
             params = [param for i in bucket.param_indices if (param := self._params.live[i]) is not None]
-            flight.work = self._terms.hook.run(bucket, flat, specs, params, is_last=is_last, generation=generation)
+            flight.work = self._terms.hook.run(bucket, flat, specs, params, is_last=is_last, is_learnt=plan.is_learnt)
         # A sparse share may be empty here and not on a peer; a dense one is empty everywhere or nowhere.
         elif bucket.is_sparse or flat.numel():
             flight.work = self._comm.all_reduce_sum(flat, room)
 
-    def launch_rest(self, plan: BucketPlan, *, failed: bool, generation: int) -> BaseException | None:
+    def launch_rest(self, plan: BucketPlan, *, failed: bool) -> BaseException | None:
         """Launch what is left of ``plan``, whether full or not: peers wait for it.
 
         Returns what went wrong here (out of memory, say), or None. Either way everything is launched, unless the
@@ -245,18 +245,18 @@ class GradientExchange:
         error: BaseException | None = None
         if not failed:
             try:
-                for one in plan.buckets[len(self._flights) :]:
-                    self.launch(one, is_last=one is plan.buckets[-1], generation=generation)
+                for position in range(len(self._flights), len(plan.buckets)):
+                    self.launch(plan, position)
             except BaseException as raised:  # also an interrupt: peers hear of it before it goes on
                 error = raised
         if failed or error is not None:
-            self._launch_empty(plan, generation)
+            self._launch_empty(plan)
         try:
             return error
         finally:
             del error  # in the frame that its traceback holds it would be a cycle, and keep the model alive
 
-    def _launch_empty(self, plan: BucketPlan, generation: int) -> None:
+    def _launch_empty(self, plan: BucketPlan) -> None:
         """This rank failed: take part in what peers wait for. Nobody will use the result, so all share one tensor.
 
         Gradients are put back first, which frees the memory of local ones: running out of it may be what failed. A hook
@@ -264,16 +264,16 @@ class GradientExchange:
         """
         self.restore()
         specs = self._params.specs
-        buckets = plan.buckets[len(self._flights) :]
+        rest = list(enumerate(plan.buckets))[len(self._flights) :]
         numel = {
-            bucket: sum(specs[i].numel for i in bucket.param_indices) for bucket in buckets if not bucket.is_sparse
+            bucket: sum(specs[i].numel for i in bucket.param_indices) for _, bucket in rest if not bucket.is_sparse
         }
         scratch: dict[BucketKey, Tensor] = {}
         for bucket in sorted(numel, key=lambda one: -numel[one]):
             key = specs[bucket.param_indices[0]].key
             if key not in scratch and self._terms.hook is None:
                 scratch[key] = torch.zeros(numel[bucket], dtype=key.dtype, device=key.device)
-        for bucket in buckets:
+        for position, bucket in rest:
             first = specs[bucket.param_indices[0]]
             if bucket.is_sparse:
                 flat = sparse_share(None, None, first, self._divisor)
@@ -282,7 +282,7 @@ class GradientExchange:
             else:
                 flat = scratch[first.key][: numel[bucket]]
             try:
-                self._send(bucket, flat, [], None, is_last=bucket is plan.buckets[-1], generation=generation)
+                self._send(plan, position, flat, [], None)
             except BaseException:
                 if self._terms.hook is None:  # else it raises again what it raised before
                     raise
@@ -352,14 +352,14 @@ class GradientExchange:
         for param, mean in pairs if all(are_touched) else compress(pairs, are_touched):
             param.grad = mean
 
-    def late_round(self, plan: BucketPlan, generation: int) -> Generator[Work, None, BaseException | None]:
+    def late_round(self, plan: BucketPlan) -> Generator[Work, None, BaseException | None]:
         """Average what came late, on all ranks alike; see [Note: late] in protocol.py. Yields handles to wait for.
 
         Returns what went wrong here, or None. ``hand_back`` follows.
         """
         self._counters.late_rounds += 1
         on_time, self._flights = self._flights, []
-        error = self.launch_rest(plan, failed=False, generation=generation)
+        error = self.launch_rest(plan, failed=False)
         error = (yield from self.wait_for_hook()) or error
         yield from self._flights
         self._late_flights, self._flights = self._flights, on_time

@@ -215,9 +215,9 @@ def late_message(where: str, names: Sequence[str]) -> str:
 
 
 def gradient_taken_error(where: str, name: str) -> GradientTakenError:
-    """The exception for a ``.grad`` that is gone before it could be averaged."""
+    """The exception for a ``.grad`` that is gone, or of another shape, before it could be averaged."""
     return GradientTakenError(
-        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks, or put "
-        "another there.\nFix: step optimizers and clear gradients after backward(); let a hook change the gradient of "
-        "its own parameter only."
+        f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks, put another "
+        "there, or gave it another shape.\nFix: step optimizers and clear gradients after backward(); let a hook change "
+        "the gradient of its own parameter only, and not its shape."
     )

@@ -139,6 +139,14 @@ class FlatBucket:
             return any(map(operator.is_, grads, repeat(None)))
         return any(grad is None and position not in self.written for position, grad in enumerate(grads))
 
+    def misshapen(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Positions of those that have not their parameter's shape, and would be broadcast or resize a view."""
+        is_whole = not (self.written or self._writes_one_by_one)
+        if is_whole and sum(map(Tensor.numel, grads)) == self.flat.numel():  # type: ignore[arg-type]
+            return []  # the usual case: one that is too large for its view cannot be copied
+        pairs = enumerate(zip(self.views, grads, strict=True))
+        return [position for position, (view, grad) in pairs if grad is not None and grad.shape != view.shape]
+
     def copy(self, grads: Sequence[Tensor | None], divisor: int) -> None:
         """``fill`` where nothing was held back, and every gradient that was not written already is there, strided and
         of the dtype of ``flat``.

@@ -73,6 +73,7 @@ def may_be_overwritten(param: Tensor, spec: ParamSpec, num_users: int) -> bool:
         and type(grad) is Tensor
         and grad.layout is torch.strided
         and grad.dtype is spec.key.dtype
+        and grad.shape == spec.shape
         and grad.stride() == spec.strides
         and not (grad.requires_grad or grad.is_conj() or grad.is_neg() or grad.is_inference())
         and _references_to_grad(param) == _USUAL_REFERENCES

@@ -50,11 +50,13 @@ class BucketPlan:
     """All buckets of one agreed set, in launch order.
 
     A value: no tensors, no process group. ``bucket_of[param_index]`` is the position of the parameter's bucket, or
-    ``NOT_PLACED``. Ranks whose plans differ must not train.
+    ``NOT_PLACED``. ``is_learnt``: its order is one that a backward showed; buckets before and after have nothing in
+    common. Ranks whose plans differ must not train.
     """
 
     num_params: int
     buckets: tuple[BucketSpec, ...]
+    is_learnt: bool = False
     bucket_of: tuple[int, ...] = field(init=False)
     members: tuple[int, ...] = field(init=False)
     sizes: tuple[int, ...] = field(init=False)  # parameters in each bucket
@@ -78,8 +80,7 @@ class Planner:
 
     ``order`` is the launch order of all parameters: reversed definition order until ``learn`` replaces it with what
     the first backward showed. ``held`` are parameters known to fire more than once, or at a time the engine cannot
-    foretell; until an order was learnt every parameter is held. ``generation`` grows when an order is learnt, since
-    buckets before and after have nothing in common.
+    foretell; until an order was learnt every parameter is held.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], limits: Sequence[int]) -> None:
@@ -90,7 +91,6 @@ class Planner:
         self.order: list[int] = list(reversed(range(len(specs))))
         self.held: set[int] = set()
         self.has_learnt = False
-        self.generation = 0
         self._plans: OrderedDict[bytes, BucketPlan] = OrderedDict()
         self.set_specs(specs)
 
@@ -131,7 +131,7 @@ class Planner:
         buckets = [BucketSpec(tuple(one), sparse[one[0]], False) for one, _ in assign(early, self._limits)]
         if late:
             buckets += [BucketSpec(tuple(one), sparse[one[0]], True) for one, _ in assign(late, self._limits)]
-        return BucketPlan(self._num_params, tuple(buckets))
+        return BucketPlan(self._num_params, tuple(buckets), self.has_learnt)
 
     def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:
         """Launch in the order that a backward showed.
@@ -155,7 +155,6 @@ class Planner:
             self.order += followers.get(i, ())
         self.held.update(repeated)
         self.has_learnt = True
-        self.generation += 1
         self._plans.clear()
 
     def hold(self, param_indices: Iterable[int]) -> None:

@@ -168,6 +168,29 @@ def _halved(model: KnownDDP, bucket: dist.GradBucket) -> Future[Tensor]:
     return model.reducer._run_allreduce_hook(bucket)
 
 
+class _Complex(nn.Module):
+    """``forward(x)`` is the real part of weight times x + i x, whose gradient is x - i x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * torch.complex(x, x)).real.sum()
+
+
+def _complex_results(rank: int) -> list[complex]:
+    model = KnownDDP(_Complex(), process_group=_Cloning())
+    model(torch.tensor([1.0, 2.0, 4.0]) * (rank + 1)).backward()
+    found: list[complex] = model.module.weight.grad.tolist()
+    return found
+
+
+def test_complex_gradients_over_a_group_written_in_python(ranks):
+    """x is 1, 2, 4 and twice that, so means are 1.5, 3, 6."""
+    assert ranks(2, _complex_results) == [[1.5 - 1.5j, 3 - 3j, 6 - 6j]] * 2
+
+
 @pytest.mark.parametrize("hook", ["", "built in", "calls the reducer's"])
 def test_a_group_whose_results_arrive_in_futures_alone(ranks, hook):
     ranks(2, _results_in_futures, hook)

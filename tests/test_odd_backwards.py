@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -427,6 +427,51 @@ def _taken(rank: int) -> None:
 
 def test_a_gradient_taken_out_before_it_travels_raises_on_all_ranks(ranks):
     ranks(2, _taken)
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows cut off": lambda grad: grad[:3].clone(),
+    "one row": lambda grad: grad[:1].clone(),
+    "one element": lambda grad: grad.sum(),
+    "twice the rows": lambda grad: torch.cat([grad, grad]),
+}
+
+
+def _misshapen(rank: int, side: int, shape: str, stood: bool) -> None:
+    """A hook of rank 1 gives a gradient another shape: all ranks raise; the next step is right."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(side, side), nn.Linear(side, 2))
+    model = KnownDDP(copy.deepcopy(plain))
+    x = torch.linspace(-1, 1, 2 * side).view(2, side) * (rank + 1)
+    for param in model.parameters():
+        param.grad = None if stood is False else torch.ones_like(param)
+    before = [param.grad for param in model.parameters()]
+    model(x).sum().backward()  # learns the order
+    weight = model.module[0].weight
+    for param, grad in zip(model.parameters(), before, strict=True):
+        param.grad = grad
+
+    def change(param: nn.Parameter) -> None:
+        param.grad.data = SHAPES[shape](param.grad)  # type: ignore[union-attr]
+
+    handle = weight.register_post_accumulate_grad_hook(change) if rank == 1 else None
+    raises_everywhere(lambda: model(x).sum().backward(), GradientTakenError if rank == 1 else PeerFailedError)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
+    if handle is not None:
+        handle.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    sign = torch.linspace(-1, 1, 2 * side).view(2, side)
+    plain(sign * 1.5).sum().backward()  # linear in the input, but for biases, which have none of it
+    for mine, due in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, due.grad)
+
+
+@pytest.mark.parametrize("stood", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("side", [8, 160, 1024], ids=["packed with others", "packed early", "in place"])
+def test_a_gradient_of_another_shape_raises_on_all_ranks(ranks, side, shape, stood):
+    ranks(2, _misshapen, side, shape, stood)
 
 
 def _freezes(rank: int, who: tuple[int, ...], steps_before: int) -> list[float]:

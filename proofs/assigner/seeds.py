@@ -86,8 +86,8 @@ SEEDS: Final = (
     Seed(
         "plans outlive the order they were made for",
         PLAN,
-        "        self.generation += 1\n        self._plans.clear()",
-        "        self.generation += 1",
+        "        self.has_learnt = True\n        self._plans.clear()",
+        "        self.has_learnt = True",
         ("A14",),
     ),
     Seed(

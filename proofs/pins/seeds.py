@@ -9,9 +9,7 @@ from typing import Final
 
 from ..seeded import Seed
 
-_LAUNCHES = (
-    "        own_error = gradients.launch_rest(protocol.plan, failed=failed, generation=self.planner.generation)\n"
-)
+_LAUNCHES = "        own_error = gradients.launch_rest(protocol.plan, failed=failed)\n"
 _WAITS_FOR_HOOK = "        own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish()"
 _SENDS_CLOSE = (
     "        failed = failed or own_error is not None\n"
@@ -111,8 +109,8 @@ SEEDS: Final = (
     Seed(
         "buckets travel in the lane of messages",
         "knownddp/comm.py",
-        "            return _work(group.allreduce(parts, _SUM), tensor)\n",
-        "            return _work(self._control_lane().allreduce(parts, _SUM), tensor)\n",
+        "            return _work(group.allreduce([real], _SUM), real)\n",
+        "            return _work(self._control_lane().allreduce([real], _SUM), real)\n",
         ("P1", "P2"),
     ),
     Seed(

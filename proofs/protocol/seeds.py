@@ -144,8 +144,8 @@ SEEDS: Final = (
     Seed(
         "plans made before the order was learnt are used again",
         PLAN,
-        "        self.generation += 1\n        self._plans.clear()\n",
-        "        self.generation += 1\n",
+        "        self.has_learnt = True\n        self._plans.clear()\n",
+        "        self.has_learnt = True\n",
         ("B6",),
     ),
     Seed(
