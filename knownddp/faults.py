@@ -218,6 +218,6 @@ def gradient_taken_error(where: str, name: str) -> GradientTakenError:
     """The exception for a ``.grad`` that is gone, or of another shape, before it could be averaged."""
     return GradientTakenError(
         f"{where} a hook took the gradient of {name} out of .grad before it could be averaged over ranks, put another "
-        "there, or gave it another shape.\nFix: step optimizers and clear gradients after backward(); let a hook change "
-        "the gradient of its own parameter only, and not its shape."
+        "there, or gave it another shape.\nFix: step optimizers and clear gradients after backward(); let a hook "
+        "change the gradient of its own parameter only, and not its shape."
     )
