@@ -124,15 +124,13 @@ class GradientExchange:
                 raise self._taken_error(bucket.param_indices[place])
         if not (self._is_plain and filled.is_whole and filled.fits) or filled.misses(grads):
             return self._pack_any(bucket, filled)
-        for place in filled.misshapen(grads):
-            raise self._taken_error(bucket.param_indices[place])
         wait_for_streams(bucket, grads, self._streams)
         try:
-            filled.copy(grads, self._divisor)
-        except RuntimeError:
-            if filled.written or all(grad is not None and grad.layout is torch.strided for grad in grads):
-                raise
+            misshapen = filled.copy(grads, self._divisor)
+        except RuntimeError:  # one is not strided, or too large
             return self._pack_any(bucket, filled)
+        for place in misshapen:
+            raise self._taken_error(bucket.param_indices[place])
         return filled, filled.flat, filled.views
 
     def _pack_any(

@@ -139,29 +139,35 @@ class FlatBucket:
             return any(map(operator.is_, grads, repeat(None)))
         return any(grad is None and position not in self.written for position, grad in enumerate(grads))
 
-    def misshapen(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Positions of those that have not their parameter's shape, and would be broadcast or resize a view."""
-        is_whole = not (self.written or self._writes_one_by_one)
-        if is_whole and sum(map(Tensor.numel, grads)) == self.flat.numel():  # type: ignore[arg-type]
-            return []  # the usual case: one that is too large for its view cannot be copied
-        pairs = enumerate(zip(self.views, grads, strict=True))
-        return [position for position, (view, grad) in pairs if grad is not None and grad.shape != view.shape]
-
-    def copy(self, grads: Sequence[Tensor | None], divisor: int) -> None:
+    def copy(self, grads: Sequence[Tensor | None], divisor: int) -> list[int]:
         """``fill`` where nothing was held back, and every gradient that was not written already is there, strided and
         of the dtype of ``flat``.
 
+        Returns:
+            Positions of gradients that have not their parameter's shape; if there are any, what was written is of no
+            use.
+
         Raises:
-            RuntimeError: one is not strided.
+            RuntimeError: one is not strided, or too large.
         """
-        if self.written:
-            self.fill(grads, [None] * len(grads), divisor)
-        elif self._writes_one_by_one:  # many bytes each: passes over memory are what costs
-            for view, grad in zip(self.views, grads, strict=True):
-                _write_share(view, grad, divisor)  # type: ignore[arg-type]
-        else:  # few bytes each: calls are
+        if not (self.written or self._writes_one_by_one):  # few bytes each: calls are what costs
             torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
             self._divide(divisor)
+            # One that is too large cannot be copied, one that is too small may have been broadcast. Asked now, as they
+            # have been looked at.
+            is_right = sum(map(Tensor.numel, grads)) == self.flat.numel()  # type: ignore[arg-type]
+            return [] if is_right else self._misshapen(grads)
+        misshapen = self._misshapen(grads)
+        if not misshapen and self.written:
+            self.fill(grads, [None] * len(grads), divisor)
+        elif not misshapen:  # many bytes each: passes over memory are
+            for view, grad in zip(self.views, grads, strict=True):
+                _write_share(view, grad, divisor)  # type: ignore[arg-type]
+        return misshapen
+
+    def _misshapen(self, grads: Sequence[Tensor | None]) -> list[int]:
+        pairs = enumerate(zip(self.views, grads, strict=True))
+        return [position for position, (view, grad) in pairs if grad is not None and grad.shape != view.shape]
 
     def fill(self, grads: Sequence[Tensor | None], held_back: Sequence[Tensor | None], divisor: int) -> None:
         """Write ``(held_back + grad) / divisor`` for each parameter; what is None counts as zero. What was written
