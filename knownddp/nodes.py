@@ -86,7 +86,7 @@ class GradientNodes:
             try:
                 hook(inputs, grads)
             finally:
-                del users[param_index]
+                users.pop(param_index, None)  # a hook may have run a backward of its own
 
         def hook_of_middle(_: object, grads: Sequence[torch.Tensor | None]) -> None:
             report = on_ready()  # each time, as it may be packed at once
