@@ -96,7 +96,7 @@ class GradientExchange:
         """Pack what this rank has for a bucket of ``plan`` and start to combine it.
 
         Raises:
-            GradientTakenError: a gradient that came is gone.
+            GradientTakenError: a gradient that came is gone, or has another shape.
         """
         bucket = plan.buckets[position]
         with private.profiled("knownddp::pack"):

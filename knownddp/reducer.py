@@ -341,10 +341,10 @@ class Reducer(Closing, StockReducer):
         """``grad`` was accumulated into ``.grad``; None: an autograd Function returned no gradient."""
         with self.lock:
             param, window = self.params.live[param_index], self.window
-            is_reducing = window is not None and self.protocol.phase is Phase.REDUCING
-            if is_reducing and grad is not None and self.protocol.countdown.counts(param_index):
+            is_reducing = self.protocol.phase is Phase.REDUCING
+            if window is not None and is_reducing and grad is not None and self.protocol.countdown.counts(param_index):
                 # It is expected, so no other wrapper's; if a hook has taken it, packing its bucket will tell.
-                window.gradients.pack_early(self.protocol.plan, param_index)  # type: ignore[union-attr]
+                window.gradients.pack_early(self.protocol.plan, param_index)
                 return
             if grad is None and window is not None:
                 window.undefined.add(param_index)
