@@ -39,8 +39,7 @@ class Countdown:
         self.slots[:] = self._nothing
 
     def count_all(self) -> None:
-        """No window is open: the first gradient of each parameter just counts, until ``reset``."""
-        self.reset()
+        """After ``reset``, while no window is open: the first gradient of each parameter just counts."""
         self.left[:] = [len(self.slots) + 1]
         self.slots[:] = [0] * len(self.slots)
 

@@ -226,6 +226,7 @@ class Reducer(Closing, StockReducer):
             mark = LocalBackward(self.params.live, self.local_ends)
             private.queue_callback(mark)
             self._local = weakref.ref(mark)
+            self.protocol.countdown.reset()  # what fired in the last window is not this backward's
             if self.protocol.may_count and not private.rpc_is_running():
                 self.protocol.countdown.count_all()
         return False

@@ -53,25 +53,29 @@ class PythonWork:
     def __init__(self, work: Any, tensor: Tensor | None) -> None:
         self._work = work
         self._tensor = tensor
+        self._arrival: Any = None  # a future of when the result is in ``tensor``
 
     def wait(self) -> None:
         self._work.wait(NO_TIMEOUT)
         if self._tensor is not None:
-            self._take(self._work.get_future().wait())
-
-    def _take(self, result: object) -> None:
-        result = result[0] if isinstance(result, (list, tuple)) else result
-        if self._tensor is not None and isinstance(result, Tensor) and result is not self._tensor:
-            self._tensor.copy_(result)
-        self._tensor = None
+            self.get_future().wait()
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
     def get_future(self) -> Any:
         """When it is done the result is where it belongs."""
-        future = self._work.get_future()
-        return future if self._tensor is None else future.then(lambda done: self._take(done.value()))
+        if self._tensor is None:
+            return self._work.get_future()
+        if self._arrival is None:
+            self._arrival = self._work.get_future().then(lambda done: _put(done.value(), self._tensor))
+        return self._arrival
+
+
+def _put(result: object, tensor: Tensor | None) -> None:
+    result = result[0] if isinstance(result, (list, tuple)) else result
+    if tensor is not None and isinstance(result, Tensor) and result is not tensor:
+        tensor.copy_(result)
 
 
 class UnfinishedWork:

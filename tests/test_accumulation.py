@@ -269,6 +269,28 @@ def test_leaving_no_sync_by_an_error_restores_synchronisation(ranks, kind):
 # -- gradients that stood there before
 
 
+def _told_one_by_one(rank: int) -> list[list[float | None]]:
+    """Where hooks may not count by themselves, as on several devices: b is used before, and by no rank since."""
+    _, model = make(lambda: Scales("a", "b"), find_unused_parameters=True)
+    x = torch.tensor(6.0 * (rank + 1))
+    found = []
+    for may_count in (True, False):
+        model.zero_grad()
+        model(x, use="a b").backward()
+        model.module.a.grad, model.module.b.grad = None, torch.tensor(float(rank))
+        model.reducer.protocol.may_count = may_count
+        with model.no_sync():
+            model(x, use="a").backward()
+        model(x, use="a").backward()
+        found.append(grads_of(model))
+    return found
+
+
+def test_what_the_last_window_brought_is_not_taken_for_local(ranks):
+    """x is 6 and 12. a, twice: (12 + 24) / 2; b stays what each rank put there."""
+    assert ranks(2, _told_one_by_one) == [[[18.0, float(rank)]] * 2 for rank in range(2)]
+
+
 class _Sometimes(Scales):
     """What it returns cannot be looked into if ``hides``."""
 
