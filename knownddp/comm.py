@@ -66,6 +66,8 @@ class Collectives:
         self.rank: int = parent.rank()
         self.world_size: int = parent.size()
         self._own_group = self._wants_own_group and is_cloneable(parent)
+        # Sums over one rank are what they are sums of. A group written in Python may do more (count, note, raise).
+        self._is_alone = self.world_size == 1 and is_cloneable(parent)
         self._is_own_gloo = self._own_group and set(private.backends(parent)) == {"gloo"}
 
     @property
@@ -114,6 +116,8 @@ class Collectives:
 
         ``room``: what ``room_to_swap`` returned. The sum is then there after ``wait`` alone.
         """
+        if self._is_alone:
+            return DONE
         group = self._data_lane()
         if room is None:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -134,6 +138,8 @@ class Collectives:
 
         Small messages go from each rank to each other, which takes one hop; gloo's all-reduce is a ring of 2 (N - 1).
         """
+        if self._is_alone:
+            return Combination(DONE, lambda: message)
         group = self._control_lane()
         in_all = self.world_size * len(message)
         if group is self.parent or len(message) > DIRECT_BYTES or in_all > DIRECT_BYTES_IN_ALL:
