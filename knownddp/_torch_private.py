@@ -53,6 +53,11 @@ def in_compiled_backward() -> bool:
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
+def has_hooks_after_accumulation(param: torch.Tensor) -> bool:
+    """Whether ``param`` has any that were put there by ``register_post_accumulate_grad_hook``."""
+    return bool(param._post_accumulate_grad_hooks)
+
+
 def current_node() -> Node | None:
     """The node that is being executed, or whose hook is running."""
     return torch._C._current_autograd_node()

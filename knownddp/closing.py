@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-import operator
-import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from itertools import compress
+from collections.abc import Generator, Sequence
 
 import torch
 
 from .buffers import BufferSync
-from .comm import Collectives
 from .comm_hooks import CommHook
-from .errors import KnownDDPError, at_rank
-from .faults import Testimony, dispute_message, error_for, late_message, unfinished_error
+from .errors import KnownDDPError
+from .faults import (
+    Testimony,
+    dispute_message,
+    error_for,
+    gradient_taken_error,
+    late_message,
+    unfinished_error,
+)
+from .filling import Filling
 from .forwards import ForwardLog, declared_by_all, promised_by
 from .graphs import Graph, GraphHistory
-from .nodes import GradientNodes, inside_nested_task
+from .nodes import inside_nested_task
 from .optimizers import BackwardOptimizers
 from .outcomes import Fault
-from .params import ManagedParams
-from .plan import EAGER_BYTES, Planner
-from .protocol import Agreement, Phase, WindowProtocol
-from .stats import Counters, Times
-from .window import LocalBackward, Window
+from .plan import Planner
+from .protocol import Agreement, Phase
+from .window import Window
 from .works import DONE, Combination, Work
 
 
-class Closing:
-    """What of a reducer ends a window. ``Reducer`` sets the attributes and adds how one begins and fills."""
+class Closing(Filling):
+    """What of a reducer ends a window. ``Reducer`` sets the attributes and adds how one begins."""
 
-    params: ManagedParams
-    comm: Collectives
     buffers: BufferSync
-    protocol: WindowProtocol
     planner: Planner
     forwards: ForwardLog
-    counters: Counters
-    times: Times
     history: GraphHistory
     optimizers: BackwardOptimizers
-    nodes: GradientNodes
-    window: Window | None
     number: int
-    lock: threading.RLock
     find_unused: bool
     hook: CommHook | None
-    _local: Callable[[], LocalBackward | None]  # the one that runs
-    touched_locally: set[int]  # by unsynchronised backwards, since the last window
     last_error: str  # for logging data
     _warned_of_dispute = False
     _warned_of_late: set[int]  # which parameters
-
-    @property
-    def where(self) -> str:
-        """This rank, for messages."""
-        return at_rank(self.comm.rank, self.comm.world_size)
 
     @property
     def hook_name(self) -> str:
@@ -68,39 +55,6 @@ class Closing:
         if self.protocol.agreement is Agreement.TRUST:
             return Combination(DONE, lambda: message)
         return self.comm.combine_or(message)
-
-    def may_look_at_opening(self, window: Window, nbytes: int) -> bool:
-        """Whether to look at OPEN: a bucket may go then, or a gradient of ``nbytes`` be packed; and it is there.
-
-        In program order all ranks look at the same gradient, to launch there: they wait for it.
-        """
-        if window.opening is None:
-            return False
-        if self.protocol.in_program_order:
-            return self.protocol.wants_opening
-        return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()
-
-    def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
-        """OPEN has come back, or must be waited for."""
-        assert window.opening is not None
-        window.outcome = self.protocol.opened(window.opening.wait())  # if that is interrupted the end waits again
-        window.opening = None
-        if window.outcome.fault is not None:
-            return
-        agreed = self.protocol.agreed
-        if agreed != bytes(self.params.trainable):
-            skipped = compress(self.params.specs, map(operator.gt, self.params.trainable, agreed))
-            self.counters.bytes_skipped += sum(spec.nbytes for spec in skipped)
-        if launches:
-            self.launch(window, window.outcome.launch)
-
-    def launch(self, window: Window, positions: range) -> None:
-        """Start to combine these buckets of the plan."""
-        if not positions:
-            return
-        self.times.mark("first_launch")
-        for position in positions:
-            window.gradients.launch(self.protocol.plan, position)
 
     def closing_steps(self, window: Window, *, failed: bool) -> Generator[Work, None, None]:
         """Close the window: yields each handle to wait for.
@@ -120,6 +74,7 @@ class Closing:
     def _closing_steps(self, window: Window, failed: bool) -> Generator[Work, None, None]:
         protocol, gradients = self.protocol, window.gradients
         self.times.mark("backward_over")
+        self._count_last(window)
         if window.opening is not None:
             yield window.opening
             self.look_at_opening(window, launches=False)
@@ -131,6 +86,7 @@ class Closing:
         protocol.end()
         own_error = gradients.launch_rest(protocol.plan, failed=failed)
         own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish() or own_error
+        own_error = own_error or (self._late_one_taken() if not failed else None)
         failed = failed or own_error is not None
         graph = self._graph_of(window)
         changed = window.has_graph and not failed and self.history.breaks_promise(graph)
@@ -180,33 +136,11 @@ class Closing:
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
-    def _count_unhooked(self, window: Window) -> None:
-        """Gradients whose hooks did not run, as their parameters were cast and cast back since: they count too.
-
-        What they fill is launched with the rest, where an error is told to all ranks.
-        """
-        unhooked = window.gradients.unhooked()
-        for i in unhooked:
-            self.protocol.ready(i)
-        if unhooked:
-            self.nodes.forget()
-
-    def local_ends(self, local: LocalBackward, *, failed: bool) -> None:
-        """A backward that stayed on this rank is over. Gradients whose hooks did not run count too."""
-        with self.lock:
-            if self._local() is not local:
-                return  # it went on to what ranks average
-            self._count_local()
-            unhooked = local.changed(self.touched_locally) if not failed else ()
-            if unhooked:
-                self.touched_locally.update(unhooked)
-                self.nodes.forget()
-
-    def _count_local(self) -> None:
-        """Take over what hooks counted by themselves in a backward that stays on this rank."""
-        if self._local() is not None:
-            self.touched_locally.update(compress(range(len(self.params)), self.protocol.countdown.fired))
-            self.protocol.countdown.reset()
+    def _late_one_taken(self) -> KnownDDPError | None:
+        """The error if a gradient that came late is gone; the late round would take zeros for it."""
+        late = ((i, self.params.live[i]) for i in self.protocol.late())
+        gone = [i for i, param in late if param is not None and param.grad is None and param.requires_grad]
+        return gradient_taken_error(self.where, self.params.names[gone[0]]) if gone else None
 
     def _graph_of(self, window: Window) -> Graph:
         fired, repeated = self.protocol.fired()
@@ -254,6 +188,8 @@ class Closing:
         if self.protocol.phase is Phase.SETTLING:
             self.protocol.settled(failed=restore)
         self.window = None
+        self.arrivals.take()
+        self.arrivals.wait_for(1)
         self.times.mark("closed")
         self.forwards.window_closed()
         if self.protocol.phase is not Phase.BROKEN:

@@ -60,8 +60,8 @@ class Resources:
         comm: the collectives.
         counters: what is counted.
         pool: where flat buckets come from.
-        fired: a byte for each parameter, 1 once its gradient came in the running window; hooks write it.
-        streams: on accelerators, where the gradient of a parameter was accumulated; likewise.
+        fired: a byte for each parameter, 1 once its gradient came in the running window, as the protocol has it.
+        streams: on accelerators, where the gradient of a parameter was accumulated; hooks write it.
         users: of a large parameter, while its hook runs, what ``ownership.users_in_hook`` said; likewise.
     """
 

@@ -137,8 +137,8 @@ class ForwardLog:
         """From now on call this bound method, held weakly, when the gradient of a watched output is known."""
         self.on_grad = weakref.WeakMethod(on_grad)
 
-    def watch(self, output: object, record: ForwardRecord) -> None:
-        """Report when the gradient of a tensor in ``output`` is known.
+    def watch(self, output: object, record: ForwardRecord) -> bool:
+        """Report when the gradient of a tensor in ``output`` is known. Returns whether part of it is out of sight.
 
         What cannot be hooked (nothing was found, or a managed parameter itself) is out of sight, as is a part of
         ``output`` that cannot be looked into; the record is then kept, and a parameter's own hook will tell.
@@ -157,8 +157,10 @@ class ForwardLog:
             if tensor.is_leaf:  # the user's own tensor, which would collect hooks from call to call
                 self._leaf_hooks = [(leaf, h) for leaf, h in self._leaf_hooks if leaf() is not None]
                 self._leaf_hooks.append((weakref.ref(tensor), handle))
-        if is_hidden or not watched:
+        is_hidden |= not watched
+        if is_hidden:
             self.keep(record)
+        return is_hidden
 
     def keep(self, record: ForwardRecord) -> None:
         """Keep ``record`` although its outputs may be gone: part of its graph is out of sight.

@@ -1,4 +1,13 @@
-"""The autograd nodes of managed parameters: hooks on them, and what the engine says of them."""
+"""The autograd nodes of managed parameters: hooks on them, and what the engine says of them.
+
+[Note: two kinds of hooks] A hook on a node is called when all is done that autograd does to a gradient, and is told
+what came. A hook on the parameter itself is called a moment earlier and is not told, but costs half, which counts where
+gradients are small. Such have it, on the CPU, as long as it will do: RPC's autograd calls hooks of nodes alone; where
+outputs do not tell of a backward before it reaches a parameter the gradient that begins it must be known; and a hook
+that is called before this one may take the gradient away, which is then not to be told from an undefined one. (One that
+is undefined after another came in the same backward, as reentrant checkpoints can have it, passes for a second one:
+its bucket then waits for the end, as for a real one.)
+"""
 
 from __future__ import annotations
 
@@ -7,37 +16,53 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch_private as private
-from .countdown import Countdown
+from .arrivals import Arrivals, Look
 from .ownership import users_in_hook, usual_references_to_arrived
-from .plan import ALONE_BYTES, EAGER_BYTES, NOT_PLACED
+from .plan import ALONE_BYTES, EAGER_BYTES
 
 
 class GradientNodes:
-    """The AccumulateGrad node of each parameter, hooked to say when a gradient was accumulated.
+    """The AccumulateGrad node of each parameter, and hooks that say when a gradient was accumulated.
 
     Args:
-        num_params: how many parameters there are.
-        on_ready: called with a parameter's index and its gradient, after it was accumulated into ``.grad``; with None
-            if the gradient is undefined. Held weakly: hooks die with the object it is a method of.
-        countdown: counts those of which nothing follows; ``on_ready`` is not called for them, unless they are large.
+        arrivals: where they write it down.
+        on_arrivals: called when it is time to look there, from a hook after which others may follow.
+        on_large: called with each large one on the CPU and its gradient, to which all is done.
+        on_undefined: called with a parameter of which an autograd Function returned no gradient.
+
+    All three are bound methods, held weakly: hooks die with the object they belong to.
     """
 
     def __init__(
-        self, num_params: int, on_ready: Callable[[int, torch.Tensor | None], None], countdown: Countdown
+        self,
+        num_params: int,
+        arrivals: Arrivals,
+        on_arrivals: Look,
+        on_large: Look,
+        on_undefined: Callable[[Tensor], None],
     ) -> None:
-        self._on_ready = weakref.WeakMethod(on_ready)
-        self._countdown = countdown
+        self._on_large, self._on_undefined = weakref.WeakMethod(on_large), weakref.WeakMethod(on_undefined)
+        self._note, self._hook_of_small = arrivals.hooks(weakref.WeakMethod(on_arrivals), self._on_undefined)
         self.streams: dict[int, torch.Stream] = {}  # where gradients on accelerators were accumulated, lately
         self.users: dict[int, int] = {}  # of a large parameter, while its hook runs, what ``users_in_hook`` said
         self._nodes: list[Node | None] = [None] * num_params
         self._handles: list[RemovableHandle | None] = [None] * num_params
+        weakref.finalize(self, _remove, self._handles).atexit = False  # parameters may outlive wrappers
         self._is_current = [False] * num_params
+        self._is_untold = [False] * num_params  # their hooks are on the parameter itself
         self._hooked: list[bool] | None = None  # the trainable ones at the last call of ``hook`` that went through
+        self._hears_all = False
+
+    def hear_all(self) -> None:
+        """From the next call of ``hook`` on be told what comes, of all."""
+        if not self._hears_all:
+            self._hears_all = True
+            self.forget()
 
     def forget(self) -> None:
         """Look every node up again: a cast or a move gives a parameter a new one."""
@@ -53,45 +78,53 @@ class GradientNodes:
                 continue
             with torch.inference_mode(False), torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(param).node
-            if node is not self._nodes[i]:
+            if node is not self._nodes[i] or (self._hears_all and self._is_untold[i]):
                 handle = self._handles[i]
                 if handle is not None:
                     handle.remove()
-                self._handles[i] = node.register_hook(self._hook(i, param))
+                self._handles[i] = self._put(i, param, node)
                 self._nodes[i] = node
             self._is_current[i] = True
         self._hooked = list(trainable)
 
+    def _put(self, param_index: int, param: nn.Parameter, node: Node) -> RemovableHandle:
+        """Hook one; see [Note: two kinds of hooks]."""
+        is_small = param.device.type == "cpu" and param.nbytes < EAGER_BYTES and type(param) is nn.Parameter
+        is_told = self._hears_all or not is_small or private.has_hooks_after_accumulation(param)
+        self._is_untold[param_index] = not is_told
+        if is_told:
+            return node.register_hook(self._hook(param_index, param))
+        put: Callable[..., RemovableHandle] = param.register_post_accumulate_grad_hook
+        return put(self._hook_of_small)
+
     def _hook(self, param_index: int, param: nn.Parameter) -> Callable[..., None]:
-        on_ready, streams, users, device = self._on_ready, self.streams, self.users, param.device
-        slots, left, fired = self._countdown.slots, self._countdown.left, self._countdown.fired
+        note, streams, users, device = self._note, self.streams, self.users, param.device
+        on_large, on_undefined = self._on_large, self._on_undefined
 
-        def hook(_: object, grads: Sequence[torch.Tensor | None]) -> None:
-            bucket = slots[param_index]  # as in ``Countdown.counts``
-            if bucket >= 0 and (num_left := left[bucket]) > 1 and grads[0] is not None:
-                slots[param_index] = NOT_PLACED
-                left[bucket] = num_left - 1
-                fired[param_index] = 1
-                return
-            report = on_ready()
-            if report is not None:
-                report(param_index, grads[0])
+        def hook(_: object, grads: Sequence[Tensor | None]) -> None:
+            (grad,) = grads
+            if grad is not None:
+                note(param, grad)
+            elif (alive := on_undefined()) is not None:
+                alive(param)
 
-        def hook_on_stream(inputs: object, grads: Sequence[torch.Tensor | None]) -> None:
+        def hook_on_stream(inputs: object, grads: Sequence[Tensor | None]) -> None:
             streams[param_index] = torch.accelerator.current_stream(device)
             hook(inputs, grads)
 
-        def hook_of_large(inputs: object, grads: Sequence[torch.Tensor | None]) -> None:
+        def hook_of_middle(inputs: object, grads: Sequence[Tensor | None]) -> None:
+            (grad,) = grads
+            if grad is None:
+                hook(inputs, grads)
+            elif (alive := on_large()) is not None:  # each time, as it may be packed at once
+                alive(param, grad)
+
+        def hook_of_large(inputs: object, grads: Sequence[Tensor | None]) -> None:
             users[param_index] = users_in_hook(param, grads)
             try:
-                hook(inputs, grads)
+                hook_of_middle(inputs, grads)
             finally:
                 users.pop(param_index, None)  # a hook may have run a backward of its own
-
-        def hook_of_middle(_: object, grads: Sequence[torch.Tensor | None]) -> None:
-            report = on_ready()  # each time, as it may be packed at once
-            if report is not None:
-                report(param_index, grads[0])
 
         if device.type != "cpu":
             return hook_on_stream
@@ -102,10 +135,7 @@ class GradientNodes:
 
     def remove(self) -> None:
         """Take all hooks off. The nodes are kept: a hook may be running on one."""
-        for i, handle in enumerate(self._handles):
-            if handle is not None:
-                handle.remove()
-                self._handles[i] = None
+        _remove(self._handles)
 
     def foreseen(self, unforeseen: Iterable[int] = ()) -> bytes:
         """A byte for each parameter: 1 if the running backward is going to accumulate its gradient, as far as known.
@@ -165,6 +195,13 @@ class GradientNodes:
                 accumulates |= private.will_execute(node) or node is start
             stack += [next_node for next_node, _ in node.next_functions if next_node is not None]
         return accumulates
+
+
+def _remove(handles: list[RemovableHandle | None]) -> None:
+    for i, handle in enumerate(handles):
+        if handle is not None:
+            handle.remove()
+            handles[i] = None
 
 
 def inside_nested_task() -> bool:

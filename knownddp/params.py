@@ -261,6 +261,13 @@ class ManagedParams:
 
     # -- names
 
+    def indices_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Of those that are managed parameters."""
+        try:
+            return list(map(self._index_of_id.__getitem__, map(id, tensors)))
+        except KeyError:  # one was replaced in its module
+            return [i for tensor in tensors if (i := self.index_of(tensor)) is not None]
+
     def index_of(self, tensor: Tensor) -> int | None:
         """The index of a managed parameter, else None."""
         return self._index_of_id.get(id(tensor))

@@ -9,7 +9,10 @@ places still meet in a message, and every rank learns the same from it.
 full, the agreed set is known, and every bucket before k was launched.
 
 [Note: guess] Until OPEN is back gradients are counted as if all ranks expected what this one does; mostly they do. Once
-the first bucket is full, every few gradients and every full bucket are an occasion to look whether OPEN is back.
+the first bucket is full, every few gradients are an occasion to look whether OPEN is back.
+
+[Note: settled] A gradient may still be changed by other hooks when it is counted (``is_over=False``). Its bucket then
+stays, and goes with the next gradient, or at the end.
 
 [Note: late] A gradient for a parameter outside the agreed set, or a second one after its bucket left, is late. CLOSE
 tells every rank, and one more round, which all know to be due, reduces the late ones.
@@ -17,13 +20,11 @@ tells every rank, and one more round, which all know to be due, reduces the late
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
 from typing import Final
 
-from .countdown import Countdown
 from .errors import InternalError
 from .messages import (
     CARRIED,
@@ -68,7 +69,8 @@ class Phase(Enum):
     BROKEN = auto()  # a collective failed: ranks may be out of step, nothing leads out
 
 
-LOOK_EVERY: Final = 4  # gradients, in plan order: looking costs as much as ten that count by themselves
+LOOK_EVERY: Final = 8  # gradients: looking costs as much as ten that are only written down
+ENDLESS: Final = 2**62  # more gradients than ever come
 
 NEXT: Final = {
     Phase.IDLE: {Phase.OPENING},
@@ -97,17 +99,17 @@ class WindowProtocol:
         # Other collectives may come between launches, so that these must come at the same gradient on all ranks. They
         # cannot where ranks expect different ones: everything is then launched at the end.
         self.in_program_order = False
-        self.may_count = True  # hooks may count: they run on one thread, as they do on one device
         self._num_params = num_params
         self._ones = int.from_bytes(b"\1" * num_params, "little")
         self._no_plan = BucketPlan(num_params, ())
-        self.countdown = Countdown(num_params)
+        self.arrived = bytearray(num_params)  # a byte for each parameter, 1 once a gradient came in the running window
+        self.left: list[int] = []  # how many gradients each bucket waits for
         self._since_forward = 0  # the CLOSE lanes of windows that went well since the last forward, ORed
         self._reset()
 
     def _reset(self) -> None:
         n = self._num_params
-        self.countdown.reset()
+        self.arrived[:] = bytes(n)
         self.plan = self._no_plan
         self.agreed = bytes(n)
         self._expected = bytes(n)
@@ -118,7 +120,7 @@ class WindowProtocol:
         self._told = 0  # the CLOSE lanes of this window, ORed
         self._next = 0
         self._waits_for_end = False
-        self._next_look = 0  # at the gradient of which member of the plan
+        self._last = NOT_PLACED  # the parameter whose gradient came last, if that is not over: [Note: settled]
         self.wants_opening = False  # a bucket may go if the agreed set is what this rank takes it for
 
     def _move(self, source: Phase, target: Phase) -> None:
@@ -175,7 +177,7 @@ class WindowProtocol:
         lane = expects * EXPECTED | (self._ones ^ expects) * LACKING | said * DECLARED | (self._ones ^ said) * NEEDED
         carries = int.from_bytes(flags_of(carried, self._num_params), "little")
         self._start((expects | carries).to_bytes(self._num_params, "little"))
-        self._ask_for_opening()
+        self.wants_opening = bool(self._filled())
         if silent:
             return self._message(Flag.OPEN, signature, carries * CARRIED)
         lane |= carries * CARRIED
@@ -188,7 +190,6 @@ class WindowProtocol:
         self.wants_opening = False
         if fault is not None:
             self._move(Phase.OPENING, Phase.IDLE)
-            self.countdown.stop()
             self.window += 1
             return Opening(fault, disputed=disputed)
         self._move(Phase.OPENING, Phase.REDUCING)
@@ -197,7 +198,9 @@ class WindowProtocol:
         agreed = lane.translate(IS_AGREED)
         if agreed != self.agreed:
             self._start_again(agreed)
-        return Opening(None, self._advance(), disputed)
+        launch = self._filled()
+        self._next = launch.stop
+        return Opening(None, launch, disputed)
 
     def _fault_of_open(self, message: bytes) -> tuple[Fault | None, tuple[int, ...]]:
         disputed = indices_of(message[HEADER_BYTES:].translate(IS_DISPUTED))
@@ -217,105 +220,90 @@ class WindowProtocol:
         """Plan a set, and count what this rank will not contribute to: [Note: guess]."""
         self.agreed = agreed
         plan = self.plan = self.planner.plan(agreed)
-        left: Sequence[int] = plan.sizes
+        self.left = list(plan.sizes)
         if self._expected != agreed:
             missing = Counter(plan.bucket_of[i] for i in plan.members if not self._expected[i])
-            left = [size - missing[bucket] for bucket, size in enumerate(left)]
-        self.countdown.left[:] = left
-        # First gradients of what this rank expects count by themselves, once an order is known.
-        if not (self.planner.has_learnt and self.may_count):
-            return
-        if self._expected == self.agreed and not any(self.countdown.fired):
-            self.countdown.slots[:] = self.plan.bucket_of
-        else:
-            counts = map(operator.gt, self._expected, self.countdown.fired)
-            placed = zip(self.plan.bucket_of, counts, strict=True)
-            self.countdown.slots[:] = [bucket if one else NOT_PLACED for bucket, one in placed]
+            self.left = [size - missing[bucket] for bucket, size in enumerate(plan.sizes)]
 
     def _start_again(self, agreed: bytes) -> None:
         """The set is not the one that was guessed: count anew what has come."""
-        fired, repeated, arrivals = indices_of(bytes(self.countdown.fired)), self._repeated, self._arrivals
-        self.countdown.reset()
+        came, repeated, arrivals = indices_of(bytes(self.arrived)), self._repeated, self._arrivals
+        self.arrived[:] = bytes(self._num_params)
         self._repeated, self._late, self._arrivals = [], set(), []
         self._start(agreed)
-        for i in (*fired, *repeated):
-            self._count(i)
+        self._count((*came, *repeated))
         self._arrivals = arrivals
 
-    def ready(self, param_index: int) -> range:
-        """A defined gradient was accumulated. Returns the buckets that may go now, in plan order.
+    def ready(self, *param_indices: int, is_over: bool = True) -> range:
+        """Defined gradients were accumulated, in this order. Returns the buckets that may go now, in plan order.
 
-        Not called for those that ``countdown`` counted.
+        ``is_over``: nothing else happens to the last of them.
         """
         if self.phase is not Phase.REDUCING and self.phase is not Phase.OPENING:
             raise InternalError(f"a gradient came in phase {self.phase.name}")
-        if self._count(param_index) == self._next:
-            if self.phase is Phase.REDUCING:
-                return self._advance()
-            self._ask_for_opening()
-        elif self.wants_opening:
-            self._choose_next_look()
-        return NONE
-
-    def _ask_for_opening(self) -> None:
-        """If the first bucket is full: it may go as soon as OPEN is back."""
-        if self.plan.buckets and not self.countdown.left[0] and not self.plan.buckets[0].is_held:
-            self.wants_opening = True
-            self._next_look = self.plan.sizes[0]
-            self._choose_next_look()
-
-    def _choose_next_look(self) -> None:
-        """The gradient of this one does not just count: it is an occasion to look."""
-        members, slots = self.plan.members, self.countdown.slots
-        while self._next_look < len(members):
-            param_index = members[self._next_look]
-            self._next_look += LOOK_EVERY
-            if slots[param_index] != NOT_PLACED:
-                slots[param_index] = NOT_PLACED
-                return
-
-    def _count(self, param_index: int) -> int:
-        """Note one gradient. Returns the position of the bucket that it filled, or ``NOT_PLACED``."""
-        bucket, countdown = self.plan.bucket_of[param_index], self.countdown
-        if not self.planner.has_learnt:
-            self._arrivals.append(param_index)
-        is_first = not countdown.fired[param_index]
-        if not is_first:
-            self._repeated.append(param_index)
-        countdown.fired[param_index] = 1
-        countdown.slots[param_index] = NOT_PLACED
-        if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position
-            self._late.add(param_index)
-        elif is_first and self._expected[param_index]:  # else it counted as ready from the start
-            countdown.left[bucket] -= 1
-            if not countdown.left[bucket]:
-                return bucket
-        return NOT_PLACED
-
-    def _advance(self) -> range:
-        """[Note: launch order]"""
-        if self._waits_for_end:
+        self._count(param_indices)
+        self._last = NOT_PLACED if is_over else param_indices[-1]
+        launch = self._filled()
+        if self.phase is Phase.OPENING:
+            self.wants_opening = bool(launch)
             return NONE
-        first, buckets, left = self._next, self.plan.buckets, self.countdown.left
-        position = first
-        while position < len(buckets) and not left[position] and not buckets[position].is_held:
+        self._next = launch.stop
+        return launch
+
+    @property
+    def patience(self) -> int:
+        """How many gradients have to come, at the least, before it matters that they did.
+
+        As many as the next bucket waits for, and one more, after which the last of them is settled.
+        """
+        if self.wants_opening:
+            return LOOK_EVERY
+        if self._next == len(self.plan.buckets) or self.plan.buckets[self._next].is_held or self._waits_for_end:
+            return ENDLESS
+        return self.left[self._next] + 1
+
+    def _count(self, param_indices: Sequence[int]) -> None:
+        """Note gradients, in the order they came."""
+        arrived, left, first = self.arrived, self.left, self._next
+        bucket_of, expected = self.plan.bucket_of, self._expected
+        if not self.planner.has_learnt:
+            self._arrivals += param_indices
+        for i in param_indices:
+            bucket, is_first = bucket_of[i], not arrived[i]
+            arrived[i] = 1
+            if not is_first:
+                self._repeated.append(i)
+            if bucket < first:  # [Note: late]; NOT_PLACED is smaller than any position
+                self._late.add(i)
+            elif is_first and expected[i]:  # else it counted as ready from the start
+                left[bucket] -= 1
+
+    def _filled(self) -> range:
+        """The buckets that may go: [Note: launch order]."""
+        first, buckets, left = self._next, self.plan.buckets, self.left
+        position, end = first, len(buckets) if not self._waits_for_end else first
+        if self._last != NOT_PLACED and self.plan.bucket_of[self._last] >= first:
+            end = min(end, self.plan.bucket_of[self._last])  # [Note: settled]
+        while position < end and not left[position] and not buckets[position].is_held:
             position += 1
-        self._next = position
         return range(first, position)
 
     @property
     def has_fired(self) -> bool:
         """Whether any gradient came on this rank."""
-        return any(self.countdown.fired)
+        return any(self.arrived)
 
     def fired(self) -> tuple[bytes, tuple[int, ...]]:
         """Which gradients came on this rank: a byte for each parameter, and those that came again, once a time."""
-        return bytes(self.countdown.fired), tuple(sorted(self._repeated))
+        return bytes(self.arrived), tuple(sorted(self._repeated))
+
+    def late(self) -> tuple[int, ...]:
+        """Whose gradients were late on this rank."""
+        return tuple(sorted(self._late))
 
     def end(self) -> range:
         """The backward is over. Returns the buckets still to launch, in plan order, whether full or not: peers wait."""
         self._move(Phase.REDUCING, Phase.CLOSING)
-        self.countdown.stop()
         rest = range(self._next, len(self.plan.buckets))
         self._next = len(self.plan.buckets)
         return rest
@@ -331,7 +319,7 @@ class WindowProtocol:
         if self.phase is not Phase.CLOSING:
             raise InternalError(f"CLOSE cannot be made in phase {self.phase.name}")
         lane = int.from_bytes(promised, "little") * PROMISED
-        lane |= int.from_bytes(self.countdown.fired, "little") * TOUCHED
+        lane |= int.from_bytes(self.arrived, "little") * TOUCHED
         for bit, some in ((TOUCHED, self._carried), (LATE, self._late)):
             lane |= int.from_bytes(flags_of(some, self._num_params), "little") * bit
         what = Flag.CLOSE | (Flag.FAILED if failed else 0) | (Flag.CHANGED if changed else 0)
@@ -369,7 +357,6 @@ class WindowProtocol:
 
     def break_off(self) -> None:
         """A collective failed. No window can follow."""
-        self.countdown.stop()
         self.phase = Phase.BROKEN
 
     # -- between windows

@@ -2,7 +2,7 @@
 of a window, up to the end of the backward; ``closing.py`` is the second.
 
 One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
-accumulates into ``.grad`` -> ``_on_grad_ready`` -> ``Protocol.ready`` names the buckets that may go ->
+accumulates into ``.grad`` -> ``_on_arrivals`` -> ``Protocol.ready`` names the buckets that may go ->
 ``GradientExchange.launch`` packs and all-reduces them -> ``closing_steps`` at the end of the backward: what never came
 is sent as zeros, CLOSE is exchanged, means are handed back, and a late round follows where one is due.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import _torch_private as private
 from . import faults
+from .arrivals import Arrivals
 from .buffers import BufferSync
 from .closing import Closing
 from .comm import Collectives
@@ -33,7 +34,7 @@ from .graphs import GraphHistory
 from .nodes import GradientNodes, inside_nested_task
 from .optimizers import BackwardOptimizers
 from .params import ManagedParams
-from .plan import EAGER_BYTES, Planner
+from .plan import Planner
 from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
@@ -93,11 +94,14 @@ class Reducer(Closing, StockReducer):
         self.planner = Planner(params.specs, limits)
         self.planner.hold(delayed)
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
-        self.protocol.may_count = params.are_on_one_device()
+        self.may_wait = params.are_on_one_device()  # else hooks run on several threads
         self.pool = FlatPool(params)
-        countdown = self.protocol.countdown
-        nodes = self.nodes = GradientNodes(len(params), self._on_grad_ready, countdown)
-        self._resources = Resources(params, comm, self.counters, self.pool, countdown.fired, nodes.streams, nodes.users)
+        self.arrivals = Arrivals()
+        nodes = self.nodes = GradientNodes(
+            len(params), self.arrivals, self._on_arrivals, self._on_large, self._on_undefined
+        )
+        arrived = self.protocol.arrived
+        self._resources = Resources(params, comm, self.counters, self.pool, arrived, nodes.streams, nodes.users)
         self.forwards = ForwardLog(lambda t: params.index_of(t) is not None, self.on_output_grad)
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
@@ -170,9 +174,12 @@ class Reducer(Closing, StockReducer):
             self.planner.set_specs(self.params.specs)
             self.pool.clear()
             self.nodes.forget()
-            self.protocol.may_count = self.params.are_on_one_device()
+            self.may_wait = self.params.are_on_one_device()
         elif self.params.moved:
             self.nodes.forget()  # they may have been cast and cast back
+        if private.rpc_is_running():
+            self.may_wait = False
+            self.nodes.hear_all()
         self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
@@ -182,8 +189,13 @@ class Reducer(Closing, StockReducer):
             record.trainable = self.params.trainable
         expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
         self.forwards.end(record, is_over=not expects_backward)
-        if expects_backward:
-            self.forwards.watch(output, record)
+        if expects_backward and self.forwards.watch(output, record):
+            self._hear_all()
+
+    def _hear_all(self) -> None:
+        """A backward may begin at any parameter."""
+        self.nodes.hear_all()
+        self.nodes.hook(self.params.live, self.params.trainable)
 
     def statistics(self) -> ReducerStatistics:
         """A snapshot of the counters."""
@@ -217,6 +229,8 @@ class Reducer(Closing, StockReducer):
         elif not self.nodes.begins_backward():
             if torch.is_grad_enabled() and record.synchronises:
                 self.forwards.keep(record)  # create_graph: what is derived outlives the output (a penalty)
+                if not private.is_bound_to_thread():  # in a transform a parameter shows no node
+                    self._hear_all()
         elif record.synchronises or self.sync_next:
             self._settle_debt(pays=False)
             record.synchronises = True
@@ -226,9 +240,7 @@ class Reducer(Closing, StockReducer):
             mark = LocalBackward(self.params.live, self.local_ends)
             private.queue_callback(mark)
             self._local = weakref.ref(mark)
-            self.protocol.countdown.reset()  # what fired in the last window is not this backward's
-            if self.protocol.may_count and not private.rpc_is_running():
-                self.protocol.countdown.count_all()
+            self._renew_patience()
         return False
 
     def begin_if_reached(self) -> None:
@@ -271,6 +283,7 @@ class Reducer(Closing, StockReducer):
             self.look_at_opening(window)
             if window.outcome is not None and window.outcome.fault is not None:  # raised now, while nothing was sent
                 run(self.closing_steps(window, failed=False))
+        self._renew_patience()
 
     @contextlib.contextmanager
     def _breaking_off(self, window: Window) -> Iterator[None]:
@@ -336,53 +349,35 @@ class Reducer(Closing, StockReducer):
                 self._open(window, bytes(len(self.params)), silent=True)
             run(self.closing_steps(window, failed=failed))
 
-    # -- reduce
-
-    def _on_grad_ready(self, param_index: int, grad: Tensor | None) -> None:
-        """``grad`` was accumulated into ``.grad``; None: an autograd Function returned no gradient."""
-        with self.lock:
-            param, window = self.params.live[param_index], self.window
-            is_reducing = self.protocol.phase is Phase.REDUCING
-            if window is not None and is_reducing and grad is not None and self.protocol.countdown.counts(param_index):
-                # It is expected, so no other wrapper's; if a hook has taken it, packing its bucket will tell.
-                window.gradients.pack_early(self.protocol.plan, param_index)
-                return
-            if grad is None and window is not None:
-                window.undefined.add(param_index)
-            if grad is None or param is None or is_held_elsewhere(param, window.gradients if window else None):
-                return  # another wrapper averages it in this backward
-            if window is None and self.nodes.is_passed_by(param_index):
-                raise faults.warned(faults.distributed_autograd_error(self.where))
-            # Frozen since the forward it counts as zero; what stays on this rank anyone may take.
-            if param.grad is None and param.requires_grad and self._local() is None:
-                raise faults.gradient_taken_error(self.where, self.params.names[param_index])
-            if window is None and not self._begins_outside_of_windows(param_index, param.grad, grad):
-                return
-            window = self.window
-            if window is None or (window.outcome is not None and window.outcome.fault is not None):
-                return
-            self.launch(window, self.protocol.ready(param_index))
-            if self.may_look_at_opening(window, param.nbytes):
-                self.look_at_opening(window)
-            if param.nbytes >= EAGER_BYTES and self.protocol.phase is Phase.REDUCING:  # else the plan is but a guess
-                window.gradients.pack_early(self.protocol.plan, param_index)
-
-    def _begins_outside_of_windows(self, param_index: int, total: Tensor | None, grad: Tensor) -> bool:
-        """A gradient while no window is open. Returns whether it begins one.
+    def _is_in_window(self, param_index: int, grad: Tensor | None) -> bool:
+        """Whether a gradient that came while no window was open has begun one, or came after one that did.
 
         [Note: local] It stays on this rank if its backward is that of a ``no_sync`` forward, or if no synchronising
         forward waits for its backward (one through ``model.module``). Else it belongs to an output that could not be
         seen, and its backward begins here, one gradient late: what stood in ``.grad`` before is worked out from the
         sum. If nothing was out of sight that is a guess, which OPEN compares between ranks.
         """
-        if self._local() is not None or not self.forwards.is_expecting() or total is None:
+        if self.window is not None:
+            return True
+        param = self.params.live[param_index]
+        if param is None or is_held_elsewhere(param, None):
+            return False  # another wrapper averages it in this backward
+        if self.nodes.is_passed_by(param_index):
+            raise faults.warned(faults.distributed_autograd_error(self.where))
+        is_local = self._local() is not None
+        if grad is None and not is_local:
+            self.nodes.hear_all()  # from the next forward on: whether it was an undefined one cannot be told here
+        # Frozen since the forward it counts as zero; what stays on this rank anyone may take.
+        if param.grad is None and param.requires_grad and not is_local:
+            raise faults.gradient_taken_error(self.where, self.params.names[param_index])
+        if is_local or not self.forwards.is_expecting() or param.grad is None:
             self.touched_locally.add(param_index)
             return False
         if private.in_compiled_backward():
             raise faults.compiled_error(self.where)
-        self._begin(stood_before={param_index: before_accumulation(total, grad)})
+        self._begin(stood_before={param_index: before_accumulation(param.grad, grad)})
         _begin_all()
-        return True
+        return self.window is not None
 
 
 def _begin_all() -> None:

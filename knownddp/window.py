@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -135,10 +135,13 @@ class LocalBackward:
 
     def changed(self, known: Collection[int]) -> list[int]:
         """Which parameters beside those ``known`` to have one have another gradient by now."""
-        return [
-            i
-            for i, grad in enumerate(grads_of(self._params))
-            if grad is not None
-            and i not in known
-            and (grad is not self._grads[i] or private.times_written(grad) != self._written[i])
-        ]
+        return [i for i in range(len(self._grads)) if i not in known and self._is_new(i)]
+
+    def written(self, came: Iterable[int]) -> list[int]:
+        """Those in ``came`` that got a gradient. Hooks do not tell undefined ones where one stood before."""
+        return [i for i in came if self._grads[i] is None or self._is_new(i)]
+
+    def _is_new(self, i: int) -> bool:
+        param, before = self._params[i], self._grads[i]
+        grad = param.grad if param is not None else None
+        return grad is not None and (grad is not before or private.times_written(grad) != self._written[i])

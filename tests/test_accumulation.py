@@ -270,15 +270,15 @@ def test_leaving_no_sync_by_an_error_restores_synchronisation(ranks, kind):
 
 
 def _told_one_by_one(rank: int) -> list[list[float | None]]:
-    """Where hooks may not count by themselves, as on several devices: b is used before, and by no rank since."""
+    """Where hooks report each gradient, as on several devices: b is used before, and by no rank since."""
     _, model = make(lambda: Scales("a", "b"), find_unused_parameters=True)
     x = torch.tensor(6.0 * (rank + 1))
     found = []
-    for may_count in (True, False):
+    for may_wait in (True, False):
         model.zero_grad()
         model(x, use="a b").backward()
         model.module.a.grad, model.module.b.grad = None, torch.tensor(float(rank))
-        model.reducer.protocol.may_count = may_count
+        model.reducer.may_wait = may_wait
         with model.no_sync():
             model(x, use="a").backward()
         model(x, use="a").backward()

@@ -19,8 +19,8 @@ TREES = {module: ast.parse((PACKAGE / f"{module}.py").read_text()) for module in
 
 # Low to high: a module imports only modules to its left.
 ORDER = [
-    *("errors", "specs", "buckets", "plan", "countdown", "messages", "outcomes", "protocol", "sampling"),
-    *("_torch_private", "flat", "ownership", "rnns", "compact", "outputs", "params", "precision", "nodes"),
+    *("errors", "specs", "buckets", "plan", "messages", "outcomes", "protocol", "sampling"),
+    *("_torch_private", "flat", "ownership", "rnns", "compact", "outputs", "params", "precision", "arrivals", "nodes"),
     *("structures", "scattering", "parallel", "replicas"),
     *("works", "comm", "comm_hooks", "agreement", "buffers", "forwards", "graphs", "optimizers", "faults", "stats"),
     *(
@@ -28,6 +28,7 @@ ORDER = [
         "flights",
         "exchange",
         "window",
+        "filling",
         "closing",
         "stock_reducer",
         "reducer",

@@ -138,9 +138,9 @@ def _while_opening(rank: int, options: dict[str, Any]) -> None:
     steps_are_right(plain, model, rank, steps=2)
 
 
-@pytest.mark.parametrize("options", [{"unused_agreement": "same"}, {"own_group": False}])
+@pytest.mark.parametrize("options", [{"unused_agreement": "same"}, {"own_group": False, "bucket_cap_mb": TINY_CAP_MB}])
 def test_an_interrupt_while_others_are_waited_for_as_a_backward_begins(ranks, options):
-    """Under "same" as it begins, on the user's own group at the first launch."""
+    """Under "same" as it begins, on the user's own group at the first launch, which is in a hook."""
     ranks(2, _while_opening, options)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, raises_everywhere
+from steps import TINY_CAP_MB
 from torch import Tensor, nn
 
 from knownddp import GradientTakenError, KnownDDP, PeerFailedError, RanksDifferError, exchange
@@ -472,6 +473,35 @@ def _misshapen(rank: int, side: int, shape: str, stood: bool) -> None:
 @pytest.mark.parametrize("side", [8, 160, 1024], ids=["packed with others", "packed early", "in place"])
 def test_a_gradient_of_another_shape_raises_on_all_ranks(ranks, side, shape, stood):
     ranks(2, _misshapen, side, shape, stood)
+
+
+def _doubled(rank: int, on_node: bool) -> list[float]:
+    """Each gradient by a hook that is called after the wrapper's; each parameter has a bucket of its own."""
+    _, model = make(lambda: Scales("a", "b", "c"), bucket_cap_mb=TINY_CAP_MB)
+    x = torch.tensor(float(rank + 1))
+    for _ in range(2):
+        model(x, "a b c").backward()
+        model.zero_grad(set_to_none=True)
+    kept = []  # a node lives as long as somebody has it
+
+    def double(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.grad.mul_(2)
+
+    for param in model.parameters():
+        if on_node:
+            kept.append(param.view_as(param).grad_fn.next_functions[0][0])
+            kept[-1].register_hook(lambda *_, param=param: double(param))
+        else:
+            param.register_post_accumulate_grad_hook(double)
+    model(x, "a b c").backward()
+    return [float(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("on_node", [False, True])
+def test_a_hook_may_change_a_gradient_after_the_wrappers_own(ranks, on_node):
+    """The last one of a bucket as the others. Inputs are 1 and 2; twice their mean."""
+    assert ranks(2, _doubled, on_node) == [[3.0] * 3] * 2
 
 
 def _freezes(rank: int, who: tuple[int, ...], steps_before: int) -> list[float]:

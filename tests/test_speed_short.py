@@ -20,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 BACKWARD_CALLS = {"known": 1.4, "known-find": 1.4, "known-trust": 1.4}
 FORWARD_CALLS = 0.12
 NO_SYNC_CALLS = 1.1
-# Likewise with 16 buckets, where OPEN comes back at once, or not before the backward is over: then every fourth
+# Likewise with 16 buckets, where OPEN comes back at once, or not before the backward is over: then every eighth
 # gradient after the first bucket looks for it. "trust" waits for none.
 BACKWARD_CALLS_AT_ONCE = {"known": 2.4, "known-find": 2.4, "known-trust": 2.4}
-BACKWARD_CALLS_LATE = {"known": 4.5, "known-find": 4.5, "known-trust": 2.4}
+BACKWARD_CALLS_LATE = {"known": 4.0, "known-find": 4.0, "known-trust": 2.4}
 # A quick model has one bucket, which is one message beside OPEN and CLOSE; "trust" has no such messages.
 COLLECTIVES = {"known": 3, "known-find": 3, "known-trust": 1}
 # Each message has a byte a parameter and eleven more; 6 encoder layers have 12 parameters each.

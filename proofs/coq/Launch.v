@@ -1,4 +1,4 @@
-(* One rank's launches in a window (knownddp/protocol.py: _start, _count, _advance, ready, end), whatever the order in
+(* One rank's launches in a window (knownddp/protocol.py: _start, _count, _filled, ready, end), whatever the order in
    which gradients come. *)
 Require Import List Arith Lia Bool.
 Import ListNotations.

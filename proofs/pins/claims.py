@@ -91,7 +91,7 @@ CLAIMS: Final = (
             4,
             "2 or 3 ranks x 2 or 3 parameters",
         ),
-        (300, 4_000),
+        (80, 1_200),
     ),
     Claim(
         "P3",
@@ -105,14 +105,14 @@ CLAIMS: Final = (
             5,
             "2 or 3 ranks x 2 parameters",
         ),
-        (300, 2_700),
+        (90, 750),
     ),
     Claim(
         "P4",
         "who runs first makes no difference: no order of the ranks leads to anything that P2 and P3 do not try",
         BOUNDED,
         in_every_order,
-        (75, 1_000),
+        (69, 990),
     ),
     Claim(
         "P5",

@@ -56,6 +56,7 @@ class _Rank:
     def __init__(self, script: Script, rank: int, polls: Iterator[bool]) -> None:
         self.script, self.setup, self.rank, self.polls = script, script.setup, rank, polls
         n = self.n = self.setup.num_params
+        self.standing: set[int] = set()  # of which a gradient came in this window and was not packed yet
         self.sizes = []
         specs = []
         for i, shape in enumerate(self.setup.shapes):
@@ -140,6 +141,7 @@ class _Rank:
         for position in positions:
             is_swapped = self.script.world == 2 and position == len(plan.buckets) - 1
             nbytes = sum(self.sizes[i] for i in plan.buckets[position].param_indices)
+            self.standing.difference_update(plan.buckets[position].param_indices)
             self._send("swap" if is_swapped else "sum", "data", nbytes)
 
     def _message(self, message: bytes) -> Generator[bytes, list[bytes], bytes]:
@@ -177,13 +179,21 @@ class _Rank:
                 yield from self._end_in_error()
                 return
             self._launch(machine.plan, told.launch)
+        self.standing.clear()
+        arrivals: list[int] = []
+        patience = machine.patience
         for i, defined in firings:
             self.came += 1
-            if not defined:
+            # Of every other parameter the hook is not told the gradient, but sees what stands in ``.grad``.
+            if not defined and (i % 2 == 0 or i not in self.standing):
                 continue
-            if machine.countdown.counts(i):  # as the hook in nodes.py does
+            self.standing.add(i)
+            arrivals.append(i)  # as hooks do
+            patience -= 1
+            if patience > 0:
                 continue
-            self._launch(machine.plan, machine.ready(i))
+            self._launch(machine.plan, machine.ready(*arrivals, is_over=False))
+            arrivals.clear()
             if not is_open_known and machine.wants_opening:
                 answer = next(self.polls, None)
                 assert answer is not None, f"rank {self.rank} should have asked for OPEN"
@@ -191,6 +201,9 @@ class _Rank:
                     is_open_known = True
                     told = machine.opened(opening)
                     self._launch(machine.plan, told.launch)
+            patience = machine.patience
+        if arrivals:
+            self._launch(machine.plan, machine.ready(*arrivals))
         if not is_open_known:
             told = machine.opened(opening)
             self._launch(machine.plan, told.launch)

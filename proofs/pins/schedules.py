@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+from knownddp import protocol
+
 from ..claims import Refuted
 from .baton import Baton, Choices, Stuck
 from .group import Group, Hub, simulated
@@ -128,13 +130,18 @@ def _brief(sent: Sequence[Sent]) -> str:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, no warnings, which threads cannot filter each for itself, and no collection of what others left."""
-    was_on = gc.isenabled()
+    """Inside, no warnings, which threads cannot filter each for itself, and no collection of what others left.
+
+    Ranks look for OPEN at each gradient that may matter, not at every eighth: models are small here.
+    """
+    was_on, every = gc.isenabled(), protocol.LOOK_EVERY
     gc.disable()
+    protocol.LOOK_EVERY = 1  # type: ignore[misc]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        protocol.LOOK_EVERY = every  # type: ignore[misc]
         if was_on:
             gc.enable()

@@ -10,6 +10,7 @@ from typing import Final
 from ..seeded import Seed
 
 _LAUNCHES = "        own_error = gradients.launch_rest(protocol.plan, failed=failed)\n"
+_LATE = "        own_error = own_error or (self._late_one_taken() if not failed else None)\n"
 _WAITS_FOR_HOOK = "        own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish()"
 _SENDS_CLOSE = (
     "        failed = failed or own_error is not None\n"
@@ -22,7 +23,7 @@ _SENDS_CLOSE = (
 SEEDS: Final = (
     Seed(
         "buckets that may go together go in reverse",
-        "knownddp/closing.py",
+        "knownddp/filling.py",
         "        for position in positions:\n",
         "        for position in reversed(positions):\n",
         ("P2", "P5"),
@@ -58,10 +59,10 @@ SEEDS: Final = (
         ("P5",),
     ),
     Seed(
-        "a hook counts a gradient that came again",
-        "knownddp/nodes.py",
-        "                slots[param_index] = NOT_PLACED\n",
-        "",
+        "what came is looked at one gradient too late",
+        "knownddp/filling.py",
+        "            self.arrivals.wait_for(self.protocol.patience)\n",
+        "            self.arrivals.wait_for(self.protocol.patience + 1)\n",
         ("P2",),
     ),
     Seed(
@@ -76,7 +77,7 @@ SEEDS: Final = (
         "knownddp/exchange.py",
         "                self._set_means({i: mean if earlier is None else earlier + mean})\n",
         "                self._set_means({i: mean})\n",
-        ("P2",),
+        ("P1", "P5"),
     ),
     Seed(
         "the pool hands out memory that .grad refers to",
@@ -95,7 +96,7 @@ SEEDS: Final = (
     Seed(
         "CLOSE is sent before the rest of the buckets",
         "knownddp/closing.py",
-        _LAUNCHES + _WAITS_FOR_HOOK + " or own_error\n" + _SENDS_CLOSE,
+        _LAUNCHES + _WAITS_FOR_HOOK + " or own_error\n" + _LATE + _SENDS_CLOSE,
         _WAITS_FOR_HOOK + "\n" + _SENDS_CLOSE + _LAUNCHES,
         ("P2", "P3", "P5"),
     ),
@@ -157,7 +158,7 @@ SEEDS: Final = (
     ),
     Seed(
         "a hook waits for OPEN where it should look",
-        "knownddp/closing.py",
+        "knownddp/filling.py",
         "return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()",
         "return self.protocol.wants_opening",
         ("P2", "P4"),

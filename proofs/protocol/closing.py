@@ -22,6 +22,7 @@ class Closing(State):
         """``look_at_opening``."""
         self.is_open_known = True
         opening = self.protocol.opened(message)
+        self.patience = self.protocol.patience
         self.opening_fault = opening.fault
         self.facts["disputed"] = opening.disputed
         if opening.fault is None:
@@ -47,10 +48,14 @@ class Closing(State):
         self.at = (*self.at, self.issue(tag, nbytes, share, "sum", bucket.param_indices))
 
     def check_launched(self) -> None:
-        """[Note: launch order]: neither before every gradient came that is expected here, nor later."""
+        """[Note: launch order]: neither before every gradient came that is expected here, nor later, be it that nobody
+        has looked at them; but the bucket of one that is not settled stays: [Note: settled].
+        """
         assert self.plan is not None
         expected, may_go = self.facts["expected"], 0
         for bucket in self.plan.buckets:
+            if self.newest in bucket.param_indices:
+                break
             if bucket.is_held or any(i in expected and i not in self.fired for i in bucket.param_indices):
                 break
             may_go += 1
@@ -62,6 +67,9 @@ class Closing(State):
         """The backward is over, or raised."""
         self.is_failed = failed
         self.facts["raised"] = failed
+        came, self.arrivals, self.newest = self.arrivals, (), -1
+        if came and self.opening_fault is None:
+            self.protocol.ready(*came)
         if self.setup.in_program_order:
             self.facts["early"] = len(self.gradients.flights)
         if self.is_open_known:

@@ -41,6 +41,7 @@ class Joining(Closing):
             silent=silent,
         )
         self.sent = ()
+        self.patience = self.protocol.patience
         if self.trusts:
             self.look(message)
         else:

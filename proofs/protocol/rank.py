@@ -1,7 +1,7 @@
 """One rank: the shipped machine, and the least of a driver around it.
 
 The machine decides; what it leaves to its driver is mirrored here, to be read against the shipped files: ``_backward``
-and ``begin_window`` against ``Reducer._begin`` and ``_open`` (reducer.py), ``_ready`` against ``_on_grad_ready``,
+and ``begin_window`` against ``Reducer._begin`` and ``_open`` (reducer.py), ``_ready`` against ``Filling`` (filling.py),
 closing.py against closing.py, gradients.py against exchange.py, and joining.py against join.py. Buffers, which travel
 before OPEN, are left out, and so is how a backward is noticed: a program says when one begins and ends.
 
@@ -32,6 +32,7 @@ class Rank(Joining):
             self._ready(i)
         elif what == "look":
             self.has_waited()
+            self._look_at_arrivals(is_over=False)
             self.look(bytes(results[0]))
         elif what == "end" or what == "raise":
             self.close(failed=what == "raise")
@@ -96,7 +97,9 @@ class Rank(Joining):
             self.close(failed=False)
 
     def _ready(self, i: int) -> None:
-        """A gradient was accumulated: ``Reducer._on_grad_ready``."""
+        """A gradient was accumulated. Each other parameter is a large one, whose gradient is settled and looked at at
+        once; those of the rest are written down.
+        """
         at = self.left.index(i)
         self.left = self.left[:at] + self.left[at + 1 :]
         if i in self.step.marks:
@@ -108,12 +111,24 @@ class Rank(Joining):
             return
         if self.gradients.has_left(i):
             self.late = (*self.late, i)
-        if not self.protocol.countdown.counts(i):  # as the hook in nodes.py does
-            self.launch(self.protocol.ready(i))
+        is_over = i % 2 == 1
+        before = self.arrivals if not self.protocol.planner.has_learnt else tuple(sorted(self.arrivals))
+        self.arrivals = (*before, i)  # else their order makes no difference, but for the last
+        self.newest = i if not is_over and not self.gradients.has_left(i) else -1
+        self.patience -= 1
+        if is_over or self.patience <= 0:
+            self._look_at_arrivals(is_over=is_over)
         if self.is_open_known:
             self.check_launched()
         elif self.setup.in_program_order and self.protocol.wants_opening:
             self.stage = "OPEN in order"
+
+    def _look_at_arrivals(self, *, is_over: bool) -> None:
+        """``Filling._look_at``."""
+        came, self.arrivals = self.arrivals, ()
+        if came:
+            self.launch(self.protocol.ready(*came, is_over=is_over))
+        self.patience = self.protocol.patience
 
     def snapshot(self) -> bytes:
         """All of its state."""

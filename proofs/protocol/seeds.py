@@ -8,53 +8,52 @@ from ..seeded import Seed
 
 PROTOCOL: Final = "knownddp/protocol.py"
 PLAN: Final = "knownddp/plan.py"
-COUNTDOWN: Final = "knownddp/countdown.py"
 MESSAGES: Final = "knownddp/messages.py"
 
 SEEDS: Final = (
     Seed(
         "buckets leave as they fill, in any order",
         PROTOCOL,
-        "        if self._count(param_index) == self._next:\n",
-        "        filled = self._count(param_index)\n"
-        "        if self.phase is Phase.REDUCING and filled != NOT_PLACED:\n"
+        "        self._next = launch.stop\n        return launch\n",
+        "        filled = self.plan.bucket_of[param_indices[-1]]\n"
+        "        if filled != NOT_PLACED and not self.left[filled]:\n"
         "            return range(filled, filled + 1)\n"
-        "        if filled == self._next:\n",
+        "        self._next = launch.stop\n        return launch\n",
         ("B5", "B9", "B13", "B15"),
     ),
     Seed(
         "a second firing counts as ready again",
         PROTOCOL,
-        "        elif is_first and self._expected[param_index]:",
-        "        elif self._expected[param_index]:",
+        "            elif is_first and expected[i]:",
+        "            elif expected[i]:",
         ("B5",),
     ),
     Seed(
         "a bucket does not wait for its gradients",
         PROTOCOL,
-        "while position < len(buckets) and not left[position] and not buckets[position].is_held:",
-        "while position < len(buckets) and not buckets[position].is_held:",
+        "while position < end and not left[position] and not buckets[position].is_held:",
+        "while position < end and not buckets[position].is_held:",
         ("B5",),
     ),
     Seed(
         "a held bucket does not wait for the end",
         PROTOCOL,
-        "while position < len(buckets) and not left[position] and not buckets[position].is_held:",
-        "while position < len(buckets) and not left[position]:",
+        "while position < end and not left[position] and not buckets[position].is_held:",
+        "while position < end and not left[position]:",
         ("B6",),
     ),
     Seed(
         "a rank waits for what it does not expect itself",
         PROTOCOL,
-        "left = [size - missing[bucket] for bucket, size in enumerate(left)]",
-        "left = list(left)",
+        "self.left = [size - missing[bucket] for bucket, size in enumerate(plan.sizes)]",
+        "self.left = list(plan.sizes)",
         ("B5",),
     ),
     Seed(
         "the first bucket does not wait for OPEN",
         PROTOCOL,
-        "            self._ask_for_opening()\n        elif self",
-        "            self._ask_for_opening()\n            return range(1)\n        elif self",
+        "            self.wants_opening = bool(launch)\n            return NONE\n",
+        "            self.wants_opening = bool(launch)\n            return launch\n",
         ("B5",),
     ),
     Seed(
@@ -109,8 +108,8 @@ SEEDS: Final = (
     Seed(
         "a second firing after launch is not late",
         PROTOCOL,
-        "        if bucket < self._next:  # [Note: late]; NOT_PLACED is smaller than any position\n",
-        "        if bucket == NOT_PLACED:\n",
+        "            if bucket < first:  # [Note: late]; NOT_PLACED is smaller than any position\n",
+        "            if bucket == NOT_PLACED:\n",
         ("B5",),
     ),
     Seed(
@@ -195,14 +194,14 @@ SEEDS: Final = (
         "an exception is not told",
         PROTOCOL,
         "what = Flag.CLOSE | (Flag.FAILED if failed else 0)",
-        "what = Flag.CLOSE | (Flag.FAILED if failed and self.countdown.fired[0] else 0)",
+        "what = Flag.CLOSE | (Flag.FAILED if failed and self.arrived[0] else 0)",
         ("B10",),
     ),
     Seed(
         "after an exception the window is not counted on the rank that raised nothing",
         PROTOCOL,
         "        self._move(Phase.SETTLING, Phase.IDLE)\n        self.window += 1\n",
-        "        self._move(Phase.SETTLING, Phase.IDLE)\n        self.window += any(self.countdown.fired)\n",
+        "        self._move(Phase.SETTLING, Phase.IDLE)\n        self.window += any(self.arrived)\n",
         ("B10",),
     ),
     Seed(
@@ -215,8 +214,8 @@ SEEDS: Final = (
     Seed(
         "a faulty opening is not counted as a window",
         PROTOCOL,
-        "            self.countdown.stop()\n            self.window += 1\n",
-        "            self.countdown.stop()\n",
+        "            self._move(Phase.OPENING, Phase.IDLE)\n            self.window += 1\n",
+        "            self._move(Phase.OPENING, Phase.IDLE)\n",
         ("B9", "B11"),
     ),
     Seed(
@@ -271,22 +270,29 @@ SEEDS: Final = (
     Seed(
         "what came before a wrong guess was known is forgotten",
         PROTOCOL,
-        "        for i in (*fired, *repeated):\n",
-        "        for i in repeated:\n",
+        "        self._count((*came, *repeated))\n",
+        "        self._count(repeated)\n",
         ("B5",),
     ),
     Seed(
-        "a hook counts the last gradient of a bucket",
-        COUNTDOWN,
-        "self.left[bucket] < 2",
-        "self.left[bucket] < 1",
-        ("B5", "B9"),
+        "what came is looked at late",
+        PROTOCOL,
+        "return self.left[self._next] + 1",
+        "return self.left[self._next] + 2",
+        ("B5",),
     ),
     Seed(
-        "what a hook counts is not known to have come",
-        COUNTDOWN,
-        "        self.fired[param_index] = 1\n        return True\n",
-        "        return True\n",
+        "the bucket of a gradient that is not settled goes",
+        PROTOCOL,
+        "            end = min(end, self.plan.bucket_of[self._last])  # [Note: settled]\n",
+        "            pass\n",
+        ("B5",),
+    ),
+    Seed(
+        "what came is not known to have come",
+        PROTOCOL,
+        "            arrived[i] = 1\n",
+        "            arrived[i] = is_first and bucket < 0\n",
         ("B6", "B9", "B10", "B11", "B12", "B13"),
     ),
     Seed(

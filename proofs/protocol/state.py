@@ -150,6 +150,9 @@ class State:
         """No window is open."""
         self.left: tuple[int, ...] = ()  # gradients to come
         self.fired: tuple[int, ...] = ()
+        self.arrivals: tuple[int, ...] = ()  # what hooks wrote down and nobody looked at yet
+        self.patience = 1
+        self.newest = -1  # whose gradient came last, if other hooks may follow on it
         self.is_open_known = True
         self.opening_fault: Fault | None = None
         self.plan: BucketPlan | None = None

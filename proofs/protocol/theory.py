@@ -77,7 +77,7 @@ def traced(quick: bool) -> list[Run]:
     except Exception as error:
         raise Refuted(f"the machine raises {error!r}") from error
     counted = sum(rank.counted for run in found for rank in run.ranks)
-    assert counted >= len(found), f"in {len(found)} runs hooks count {counted} gradients by themselves"
+    assert counted >= len(found), f"in {len(found)} runs {counted} gradients are only written down"
     return found
 
 

@@ -7,7 +7,6 @@ from typing import Final
 from ..seeded import Seed
 
 PROTOCOL: Final = "knownddp/protocol.py"
-COUNTDOWN: Final = "knownddp/countdown.py"
 MESSAGES: Final = "knownddp/messages.py"
 LAUNCH_V: Final = "proofs/coq/Launch.v"
 PROTOCOL_V: Final = "proofs/coq/Protocol.v"
@@ -32,46 +31,45 @@ SEEDS: Final = (
         "each rank decides itself about the order round",
         PROTOCOL,
         "order_due and any(touched)",
-        "order_due and any(self.countdown.fired)",
+        "order_due and any(self.arrived)",
         ("B4",),
     ),
     Seed(
         "a second gradient counts as another's",
         PROTOCOL,
-        "elif is_first and self._expected",
-        "elif self._expected",
+        "elif is_first and expected",
+        "elif expected",
         ("B1",),
     ),
     Seed(
         "unexpected gradients count",
         PROTOCOL,
-        "elif is_first and self._expected[param_index]:",
+        "elif is_first and expected[i]:",
         "elif is_first:",
         ("B1",),
     ),
     Seed(
         "what came early is forgotten",
         PROTOCOL,
-        "        for i in (*fired, *repeated):\n            self._count(i)\n",
+        "        self._count((*came, *repeated))\n",
         "",
         ("B1",),
     ),
     Seed(
-        "a hook counts the gradient that fills its bucket",
-        COUNTDOWN,
-        "self.left[bucket] < 2:",
-        "self.left[bucket] < 1:",
+        "patience waits for one gradient too many",
+        PROTOCOL,
+        "return self.left[self._next] + 1",
+        "return self.left[self._next] + 2",
         ("B1",),
     ),
-    Seed("what a hook counts does not count", COUNTDOWN, "        self.left[bucket] -= 1\n", "", ("B1",)),
     Seed(
-        "a hook counts a gradient twice",
-        COUNTDOWN,
-        "        self.slots[param_index] = NOT_PLACED\n        self.left",
-        "        self.left",
+        "patience waits for the last bucket",
+        PROTOCOL,
+        "return self.left[self._next] + 1",
+        "return self.left[-1] + 1",
         ("B1",),
     ),
-    Seed("what a hook counted has not come", COUNTDOWN, "        self.fired[param_index] = 1\n", "", ("B1", "B2")),
+    Seed("what came has not come", PROTOCOL, "            arrived[i] = 1\n", "", ("B1", "B2")),
     Seed("numbers must differ in every byte", PROTOCOL, "return any(a & b", "return all(a & b", ("B2",)),
     Seed(
         "complements are not complements",

@@ -3,9 +3,9 @@
 A trace is a list of ``("issue", tag, size in bytes)`` and ``("wait", k)``, k the position of the issue waited for among
 the rank's own. Waits stand where ``Closing._closing_steps`` and ``look_at_opening`` (knownddp/closing.py) have them.
 
-In half of the runs gradients come as hooks bring them: ``ready`` hears only of those that ``Countdown.counts`` does not
-count. In half of these OPEN is looked at after one that was told, where the machine wants it, or at the end, as
-``Closing.may_look_at_opening`` has it; in all others anywhere.
+In half of the runs gradients come as hooks bring them: ``ready`` hears of several, when the machine's patience is at
+its end. In half of these OPEN is looked at then, where the machine wants it, or at the end, as
+``Filling.may_look_at_opening`` has it; in all others anywhere.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class TracedRank:
         looks_if_wanted: bool = False,
     ) -> None:
         self.counts, self.looks_if_wanted = counts, looks_if_wanted
-        self.counted = 0
+        self.counted = 0  # gradients that were written down alone
+        self._arrivals: list[int] = []
+        self._patience = 1
         self._nbytes = [spec.nbytes for spec in specs]
         self.machine = WindowProtocol(Planner(specs, limits), len(specs), agreement, detects_unused=False)
         self.machine.in_program_order = in_order
@@ -102,11 +104,23 @@ class TracedRank:
         self.trace += [("wait", k) for k in which]
 
     def gradient(self, i: int) -> range | None:
-        """What may go after it; None if it only counted."""
-        if self.counts and self.machine.countdown.counts(i):
+        """What may go after it; None if it was only written down."""
+        self._arrivals.append(i)
+        self._patience -= 1
+        if self.counts and self._patience > 0:
             self.counted += 1
             return None
-        return self.machine.ready(i)
+        return self.look_at_arrivals()
+
+    def look_at_arrivals(self) -> range:
+        """What may go after those that were written down."""
+        came, self._arrivals = self._arrivals, []
+        launch = self.machine.ready(*came) if came else range(0)
+        self.renew_patience()
+        return launch
+
+    def renew_patience(self) -> None:
+        self._patience = max(1, self.machine.patience - 1)  # each gradient is settled here as it comes
 
     def launch(self, tag: str, plan: BucketPlan, positions: Iterable[int]) -> list[int]:
         sizes = [sum(self._nbytes[i] for i in bucket.param_indices) for bucket in plan.buckets]
@@ -129,8 +143,10 @@ def _until_closed(rank: TracedRank, heard: Heard, opening: int, message: bytes) 
     """From the begin to the end of the backward. Returns what is to be waited for, nothing if the opening failed."""
     machine, part = rank.machine, heard.part
     heard.opened_after = _before_opening(rank, part)
+    rank.look_at_arrivals()
     rank.wait(opening)
     heard.opening = machine.opened(message)
+    rank.renew_patience()
     if heard.opening.fault is not None:
         rank.wait(rank.issue("testimony", 0))
         return []
@@ -141,6 +157,7 @@ def _until_closed(rank: TracedRank, heard: Heard, opening: int, message: bytes) 
     for i in heard.later:
         flights += rank.launch("bucket", machine.plan, rank.gradient(i) or ())
         heard.launched.append(len(flights))
+    assert not rank.look_at_arrivals(), "a bucket that was full did not go"
     return [*flights, *rank.launch("bucket", machine.plan, machine.end())]
 
 
@@ -168,6 +185,8 @@ def window(ranks: Sequence[TracedRank], parts: Sequence[Part]) -> list[Heard]:
         )
         for rank, part in zip(ranks, parts, strict=True)
     ]
+    for rank in ranks:
+        rank.renew_patience()
     opens = [rank.issue("open", len(message)) for rank, message in zip(ranks, messages, strict=True)]
     flights = [
         _until_closed(rank, one, opening, combined(messages))
@@ -233,7 +252,7 @@ def runs(number: int) -> Iterator[Run]:
         in_order = draw.random() < 0.3
         how = {"counts": k % 2 == 1, "looks_if_wanted": k % 4 == 3}
         ranks = tuple(TracedRank(specs, limits, agreement, in_order, **how) for _ in range(world_size))
-        if k % 8 > 3:  # hooks count only where an order is known
+        if k % 8 > 3:  # before an order is known all buckets are held
             for rank in ranks:
                 rank.machine.planner.learn(range(n), ())
         windows = []

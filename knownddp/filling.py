@@ -1,0 +1,171 @@
+"""The middle of a window: gradients come, and full buckets leave.
+
+Hooks write gradients down (``arrivals.py``); what is here reads that, asks the protocol, and launches what may go.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+from torch import Tensor
+
+from .arrivals import Arrivals
+from .comm import Collectives
+from .errors import at_rank
+from .nodes import GradientNodes
+from .params import ManagedParams
+from .plan import EAGER_BYTES
+from .protocol import ENDLESS, Phase, WindowProtocol
+from .stats import Counters, Times
+from .window import LocalBackward, Window
+
+
+class Filling:
+    """What of a reducer counts gradients. ``Reducer`` sets the attributes and adds how a window begins."""
+
+    params: ManagedParams
+    comm: Collectives
+    protocol: WindowProtocol
+    arrivals: Arrivals
+    nodes: GradientNodes
+    counters: Counters
+    times: Times
+    window: Window | None
+    lock: threading.RLock
+    may_wait: bool  # hooks run on one thread: see [Note: patience]
+    touched_locally: set[int]  # by unsynchronised backwards, since the last window
+    _local: Callable[[], LocalBackward | None]  # the one that runs
+
+    @property
+    def where(self) -> str:
+        """This rank, for messages."""
+        return at_rank(self.comm.rank, self.comm.world_size)
+
+    def _on_arrivals(self, newest: Tensor, grad: Tensor | None) -> None:
+        """It is time to look at what came, ``newest`` last; ``grad`` is its gradient, where that is known."""
+        with self.lock:
+            try:
+                self._look_at(self.arrivals.take(), grad)
+            finally:
+                self._renew_patience()
+
+    def _on_large(self, param: Tensor, grad: Tensor | None) -> None:
+        """A large gradient came, all is done to it, and it is at hand: it is packed at once where that may be."""
+        with self.lock:
+            try:
+                self._look_at([*self.arrivals.take(), param], grad, nbytes=param.nbytes)
+                param_index = self.params.index_of(param)
+                # Before the plan is but a guess.
+                if self.window is not None and self.protocol.phase is Phase.REDUCING and param_index is not None:
+                    self.window.gradients.pack_early(self.protocol.plan, param_index)
+            finally:
+                self._renew_patience()
+
+    def _on_undefined(self, param: Tensor) -> None:
+        """An autograd Function returned no gradient."""
+        with self.lock:
+            if self.window is not None:
+                self.window.undefined.update(self.params.indices_of([param]))
+
+    def _renew_patience(self) -> None:
+        """Wait as long as may be: [Note: patience]."""
+        if not self.may_wait:
+            self.arrivals.wait_for(1)
+        elif self.window is not None:
+            self.arrivals.wait_for(self.protocol.patience)
+        else:
+            self.arrivals.wait_for(1 if self._local() is None else ENDLESS)
+
+    def _look_at(self, params: Sequence[Tensor], grad: Tensor | None, *, nbytes: int = 0) -> None:
+        """Gradients of ``params`` came, in this order. The last is ``grad``, if that is known. It is of ``nbytes`` and
+        settled, or of 0 and other hooks may follow.
+        """
+        came = self.params.indices_of(params)
+        if self.window is None:
+            local = self._local()
+            came = local.written(came) if local is not None else came
+            came = [i for i in came if self._is_in_window(i, grad if self.params.live[i] is params[-1] else None)]
+        window = self.window
+        if window is None or (window.outcome is not None and window.outcome.fault is not None):
+            return
+        if window.gradients.elsewhere:
+            came = [i for i in came if i not in window.gradients.elsewhere]
+        if came:
+            self.launch(window, self.protocol.ready(*came, is_over=nbytes > 0))
+        if self.may_look_at_opening(window, nbytes):
+            self.look_at_opening(window)
+
+    def may_look_at_opening(self, window: Window, nbytes: int) -> bool:
+        """Whether to look at OPEN: a bucket may go then, or a gradient of ``nbytes`` be packed; and it is there.
+
+        In program order all ranks look at the same gradient, to launch there: they wait for it.
+        """
+        if window.opening is None:
+            return False
+        if self.protocol.in_program_order:
+            return self.protocol.wants_opening
+        return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()
+
+    def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
+        """OPEN has come back, or must be waited for."""
+        assert window.opening is not None
+        window.outcome = self.protocol.opened(window.opening.wait())  # if that is interrupted the end waits again
+        window.opening = None
+        if window.outcome.fault is not None:
+            return
+        agreed = self.protocol.agreed
+        if agreed != bytes(self.params.trainable):
+            skipped = compress(self.params.specs, map(operator.gt, self.params.trainable, agreed))
+            self.counters.bytes_skipped += sum(spec.nbytes for spec in skipped)
+        if launches:
+            self.launch(window, window.outcome.launch)
+
+    def _is_in_window(self, param_index: int, grad: Tensor | None) -> bool:
+        """A gradient came while no window was open: has it begun one?"""
+        raise NotImplementedError
+
+    def launch(self, window: Window, positions: range) -> None:
+        """Start to combine these buckets of the plan."""
+        if not positions:
+            return
+        self.times.mark("first_launch")
+        for position in positions:
+            window.gradients.launch(self.protocol.plan, position)
+
+    def _count_last(self, window: Window) -> None:
+        """Count gradients that were not looked at. What they fill is launched with the rest."""
+        came = [i for i in self.params.indices_of(self.arrivals.take()) if i not in window.gradients.elsewhere]
+        if came and (window.outcome is None or window.outcome.fault is None):
+            self.protocol.ready(*came)
+
+    def _count_unhooked(self, window: Window) -> None:
+        """Gradients whose hooks did not run, as their parameters were cast and cast back since: they count too.
+
+        What they fill is launched with the rest, where an error is told to all ranks.
+        """
+        unhooked = window.gradients.unhooked()
+        for i in unhooked:
+            self.protocol.ready(i)
+        if unhooked:
+            self.nodes.forget()
+
+    def local_ends(self, local: LocalBackward, *, failed: bool) -> None:
+        """A backward that stayed on this rank is over. Gradients whose hooks did not run count too."""
+        with self.lock:
+            if self._local() is not local:
+                return  # it went on to what ranks average
+            self._count_local()
+            unhooked = local.changed(self.touched_locally) if not failed else ()
+            if unhooked:
+                self.touched_locally.update(unhooked)
+                self.nodes.forget()
+
+    def _count_local(self) -> None:
+        """Take over what hooks wrote down in a backward that stays on this rank."""
+        local = self._local()
+        if local is not None:
+            self.touched_locally.update(local.written(self.params.indices_of(self.arrivals.take())))
+            self.arrivals.wait_for(1)
