@@ -3,9 +3,9 @@
 [Note: patience] Most gradients decide nothing: their bucket waits for others still. So a hook writes down whose came
 and counts down; what came is looked at together when the count is at zero. It starts at one more than what the
 next bucket waits for (``WindowProtocol.patience``). A gradient fills at most one place there, so that bucket cannot be
-full before, and goes with the very gradient that follows the one that fills it, in whatever order they come. There is
-no lock: hooks count on one thread, as the engine runs them where all parameters lie on one device. Elsewhere each
-gradient is looked at.
+full before, and goes with the very gradient that follows the one that fills it, in whatever order they come (once OPEN
+is back; large gradients are looked at as they come). There is no lock: hooks count on one thread, as the engine runs
+them where all parameters lie on one device. Elsewhere each gradient is looked at.
 """
 
 from __future__ import annotations

@@ -74,15 +74,13 @@ class Closing(Filling):
     def _closing_steps(self, window: Window, failed: bool) -> Generator[Work, None, None]:
         protocol, gradients = self.protocol, window.gradients
         self.times.mark("backward_over")
-        self._count_last(window)
+        self._count_last(window, failed=failed)
         if window.opening is not None:
             yield window.opening
             self.look_at_opening(window, launches=False)
         assert window.outcome is not None
         if window.outcome.fault is not None:
             raise (yield from self._error_of(window, window.outcome.fault, window.outcome.disputed, failed))
-        if not failed:
-            self._count_unhooked(window)
         protocol.end()
         own_error = gradients.launch_rest(protocol.plan, failed=failed)
         own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish() or own_error
@@ -187,9 +185,9 @@ class Closing(Filling):
         window.gradients.release()
         if self.protocol.phase is Phase.SETTLING:
             self.protocol.settled(failed=restore)
-        self.window = None
         self.arrivals.take()
         self.arrivals.wait_for(1)
+        self.window = None
         self.times.mark("closed")
         self.forwards.window_closed()
         if self.protocol.phase is not Phase.BROKEN:

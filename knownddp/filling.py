@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from .comm import Collectives
 from .errors import at_rank
 from .nodes import GradientNodes
 from .params import ManagedParams
-from .plan import EAGER_BYTES
 from .protocol import ENDLESS, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import LocalBackward, Window
@@ -48,15 +47,15 @@ class Filling:
         """It is time to look at what came, ``newest`` last; ``grad`` is its gradient, where that is known."""
         with self.lock:
             try:
-                self._look_at(self.arrivals.take(), grad)
+                self._look_at(newest, grad, is_over=False)
             finally:
                 self._renew_patience()
 
     def _on_large(self, param: Tensor, grad: Tensor | None) -> None:
-        """A large gradient came, all is done to it, and it is at hand: it is packed at once where that may be."""
+        """A large gradient came, and is at hand: it is packed at once where that may be."""
         with self.lock:
             try:
-                self._look_at([*self.arrivals.take(), param], grad, nbytes=param.nbytes)
+                self._look_at(param, grad, is_over=True)
                 param_index = self.params.index_of(param)
                 # Before the plan is but a guess.
                 if self.window is not None and self.protocol.phase is Phase.REDUCING and param_index is not None:
@@ -79,27 +78,33 @@ class Filling:
         else:
             self.arrivals.wait_for(1 if self._local() is None else ENDLESS)
 
-    def _look_at(self, params: Sequence[Tensor], grad: Tensor | None, *, nbytes: int = 0) -> None:
-        """Gradients of ``params`` came, in this order. The last is ``grad``, if that is known. It is of ``nbytes`` and
-        settled, or of 0 and other hooks may follow.
+    def _look_at(self, newest: Tensor, grad: Tensor | None, *, is_over: bool) -> None:
+        """``grad`` came for ``newest``, if that is known, after what was written down.
+
+        ``is_over``: hooks did not write it down, and nothing else happens to it.
         """
+        params = self.arrivals.take()
+        if not self.may_wait:  # each reports itself; another thread's may be among these
+            params = [newest]
+        elif is_over:
+            params.append(newest)
         came = self.params.indices_of(params)
         if self.window is None:
             local = self._local()
-            came = local.written(came) if local is not None else came
-            came = [i for i in came if self._is_in_window(i, grad if self.params.live[i] is params[-1] else None)]
+            came = local.stood.written(came) if local is not None else came
+            came = [i for i in came if self._begins_or_stays(i, grad if self.params.live[i] is newest else None)]
         window = self.window
         if window is None or (window.outcome is not None and window.outcome.fault is not None):
             return
         if window.gradients.elsewhere:
             came = [i for i in came if i not in window.gradients.elsewhere]
         if came:
-            self.launch(window, self.protocol.ready(*came, is_over=nbytes > 0))
-        if self.may_look_at_opening(window, nbytes):
+            self.launch(window, self.protocol.ready(*came, is_over=is_over))
+        if self.may_look_at_opening(window, newest if is_over else None):
             self.look_at_opening(window)
 
-    def may_look_at_opening(self, window: Window, nbytes: int) -> bool:
-        """Whether to look at OPEN: a bucket may go then, or a gradient of ``nbytes`` be packed; and it is there.
+    def may_look_at_opening(self, window: Window, large: Tensor | None) -> bool:
+        """Whether to look at OPEN: a bucket may go then, or the gradient of ``large`` be packed; and it is there.
 
         In program order all ranks look at the same gradient, to launch there: they wait for it.
         """
@@ -107,7 +112,7 @@ class Filling:
             return False
         if self.protocol.in_program_order:
             return self.protocol.wants_opening
-        return (self.protocol.wants_opening or nbytes >= EAGER_BYTES) and window.opening.is_completed()
+        return (self.protocol.wants_opening or large is not None) and window.opening.is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
         """OPEN has come back, or must be waited for."""
@@ -123,8 +128,8 @@ class Filling:
         if launches:
             self.launch(window, window.outcome.launch)
 
-    def _is_in_window(self, param_index: int, grad: Tensor | None) -> bool:
-        """A gradient came while no window was open: has it begun one?"""
+    def _begins_or_stays(self, param_index: int, grad: Tensor | None) -> bool:
+        """A gradient came while no window was open. Does it begin one, or else stay on this rank?"""
         raise NotImplementedError
 
     def launch(self, window: Window, positions: range) -> None:
@@ -135,21 +140,18 @@ class Filling:
         for position in positions:
             window.gradients.launch(self.protocol.plan, position)
 
-    def _count_last(self, window: Window) -> None:
-        """Count gradients that were not looked at. What they fill is launched with the rest."""
-        came = [i for i in self.params.indices_of(self.arrivals.take()) if i not in window.gradients.elsewhere]
-        if came and (window.outcome is None or window.outcome.fault is None):
-            self.protocol.ready(*came)
+    def _count_last(self, window: Window, *, failed: bool) -> None:
+        """Count gradients that were not looked at. What they fill is launched with the rest.
 
-    def _count_unhooked(self, window: Window) -> None:
-        """Gradients whose hooks did not run, as their parameters were cast and cast back since: they count too.
-
-        What they fill is launched with the rest, where an error is told to all ranks.
+        So do those whose hooks on nodes did not run, as their parameters were cast and cast back since.
         """
-        unhooked = window.gradients.unhooked()
-        for i in unhooked:
-            self.protocol.ready(i)
+        came = [i for i in self.params.indices_of(self.arrivals.take()) if i not in window.gradients.elsewhere]
+        if window.outcome is not None and window.outcome.fault is not None:
+            return
+        self.protocol.last(came)
+        unhooked = window.gradients.unhooked() if not failed else ()
         if unhooked:
+            self.protocol.last(unhooked)
             self.nodes.forget()
 
     def local_ends(self, local: LocalBackward, *, failed: bool) -> None:
@@ -158,7 +160,7 @@ class Filling:
             if self._local() is not local:
                 return  # it went on to what ranks average
             self._count_local()
-            unhooked = local.changed(self.touched_locally) if not failed else ()
+            unhooked = local.stood.changed(self.touched_locally) if not failed else ()
             if unhooked:
                 self.touched_locally.update(unhooked)
                 self.nodes.forget()
@@ -167,5 +169,5 @@ class Filling:
         """Take over what hooks wrote down in a backward that stays on this rank."""
         local = self._local()
         if local is not None:
-            self.touched_locally.update(local.written(self.params.indices_of(self.arrivals.take())))
+            self.touched_locally.update(local.stood.written(self.params.indices_of(self.arrivals.take())))
             self.arrivals.wait_for(1)

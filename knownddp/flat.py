@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ._torch_private import looks_of_plain, storage_users, storage_view, times_written
+from ._torch_private import looks_of_plain, storage_users, storage_view
 from .specs import BucketKey, ParamSpec
 
 ONE_BY_ONE_BYTES: Final = 16 * 2**10  # a parameter, on average, from which the CPU divides gradients as it copies them
@@ -252,14 +252,8 @@ def dense(grad: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def before_accumulation(total: Tensor, grad: Tensor | None) -> Tensor | None:
-    """What stood in ``.grad`` before autograd made it ``total`` by adding ``grad``.
-
-    Where ``grad`` is not known: nothing, if ``total`` was never written to, as autograd adds in place. Else nothing can
-    be said, and ``total`` stands for what was there.
-    """
-    if grad is None:
-        return total if times_written(total) else None
+def before_accumulation(total: Tensor, grad: Tensor) -> Tensor | None:
+    """What stood in ``.grad`` before autograd made it ``total`` by adding ``grad``."""
     return None if torch.equal(dense(total), dense(grad)) else total - grad
 
 

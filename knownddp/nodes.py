@@ -4,9 +4,12 @@
 what came. A hook on the parameter itself is called a moment earlier and is not told, but costs half, which counts where
 gradients are small. Such have it, on the CPU, as long as it will do: RPC's autograd calls hooks of nodes alone; where
 outputs do not tell of a backward before it reaches a parameter the gradient that begins it must be known; and a hook
-that is called before this one may take the gradient away, which is then not to be told from an undefined one. (One that
-is undefined after another came in the same backward, as reentrant checkpoints can have it, passes for a second one:
-its bucket then waits for the end, as for a real one.)
+that is called before this one may take the gradient away, which is then not to be told from an undefined one.
+
+Two things are not known that a node's hook would know. A gradient that is undefined after another came in the same
+backward (reentrant checkpoints can have it) passes for a second one. And the first backward that begins at a parameter
+though its forward had an output to tell: if a gradient stood there, autograd added to it in place, and the backward
+raises, the sum stays there. From then on all are told.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class GradientNodes:
     Args:
         arrivals: where they write it down.
         on_arrivals: called when it is time to look there, from a hook after which others may follow.
-        on_large: called with each large one on the CPU and its gradient, to which all is done.
+        on_large: called with each large one and its gradient; hooks that are put on its node later do not count.
         on_undefined: called with a parameter of which an autograd Function returned no gradient.
 
     All three are bound methods, held weakly: hooks die with the object they belong to.
@@ -57,6 +60,11 @@ class GradientNodes:
         self._is_untold = [False] * num_params  # their hooks are on the parameter itself
         self._hooked: list[bool] | None = None  # the trainable ones at the last call of ``hook`` that went through
         self._hears_all = False
+
+    @property
+    def are_untold(self) -> bool:
+        """Whether hooks on parameters may have it that are not told the gradient."""
+        return not self._hears_all
 
     def hear_all(self) -> None:
         """From the next call of ``hook`` on be told what comes, of all."""
@@ -108,16 +116,16 @@ class GradientNodes:
             elif (alive := on_undefined()) is not None:
                 alive(param)
 
-        def hook_on_stream(inputs: object, grads: Sequence[Tensor | None]) -> None:
-            streams[param_index] = torch.accelerator.current_stream(device)
-            hook(inputs, grads)
-
         def hook_of_middle(inputs: object, grads: Sequence[Tensor | None]) -> None:
             (grad,) = grads
             if grad is None:
                 hook(inputs, grads)
             elif (alive := on_large()) is not None:  # each time, as it may be packed at once
                 alive(param, grad)
+
+        def hook_on_stream(inputs: object, grads: Sequence[Tensor | None]) -> None:
+            streams[param_index] = torch.accelerator.current_stream(device)
+            (hook_of_middle if param.nbytes >= EAGER_BYTES else hook)(inputs, grads)
 
         def hook_of_large(inputs: object, grads: Sequence[Tensor | None]) -> None:
             users[param_index] = users_in_hook(param, grads)

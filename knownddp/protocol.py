@@ -12,7 +12,7 @@ full, the agreed set is known, and every bucket before k was launched.
 the first bucket is full, every few gradients are an occasion to look whether OPEN is back.
 
 [Note: settled] A gradient may still be changed by other hooks when it is counted (``is_over=False``). Its bucket then
-stays, and goes with the next gradient, or at the end.
+stays, and goes with the next gradient, or at the end. (Of several devices' threads, whichever has the next one.)
 
 [Note: late] A gradient for a parameter outside the agreed set, or a second one after its bucket left, is late. CLOSE
 tells every rank, and one more round, which all know to be due, reduces the late ones.
@@ -249,6 +249,13 @@ class WindowProtocol:
             return NONE
         self._next = launch.stop
         return launch
+
+    def last(self, param_indices: Sequence[int]) -> None:
+        """As ``ready``, at the end of the backward: what may go goes with the rest."""
+        if self.phase is not Phase.REDUCING and self.phase is not Phase.OPENING:
+            raise InternalError(f"a gradient came in phase {self.phase.name}")
+        self._count(param_indices)
+        self._last = NOT_PLACED
 
     @property
     def patience(self) -> int:

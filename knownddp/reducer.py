@@ -1,5 +1,5 @@
-"""The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's. Here is the first half
-of a window, up to the end of the backward; ``closing.py`` is the second.
+"""The reducer: hooks in, collectives out. It drives the protocol; decisions are the protocol's. Here is how a window
+begins; ``filling.py`` is its middle and ``closing.py`` its end.
 
 One gradient's route: ``backward()`` -> a hook on an output begins the window (``_begin``) and sends OPEN -> autograd
 accumulates into ``.grad`` -> ``_on_arrivals`` -> ``Protocol.ready`` names the buckets that may go ->
@@ -39,7 +39,7 @@ from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
 from .stats import Counters, ReducerStatistics, Times
 from .stock_reducer import StockReducer
-from .window import Debt, LocalBackward, TaskEnd, Window
+from .window import Debt, LocalBackward, Standing, TaskEnd, Window
 from .works import raise_first, run
 
 _numbers = itertools.count()
@@ -106,6 +106,7 @@ class Reducer(Closing, StockReducer):
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
+        self._stood = Standing(params.live)  # at the last forward
         self.sync_next = self._is_off = False
         self.nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
@@ -166,6 +167,8 @@ class Reducer(Closing, StockReducer):
         self.optimizers.adopt(self.params.live)
         self.forwards_begun += 1
         self._read_params()
+        if self.nodes.are_untold:
+            self._stood = Standing(self.params.live)
         trainable = self.params.trainable
         return self.forwards.begin(declared, trainable, synchronises=synchronises and any(trainable))
 
@@ -193,9 +196,10 @@ class Reducer(Closing, StockReducer):
             self._hear_all()
 
     def _hear_all(self) -> None:
-        """A backward may begin at any parameter."""
+        """A backward may begin at any parameter, or outside of windows."""
         self.nodes.hear_all()
-        self.nodes.hook(self.params.live, self.params.trainable)
+        if self.window is None and not self._is_off:  # else a parameter could have two hooks at once
+            self.nodes.hook(self.params.live, self.params.trainable)
 
     def statistics(self) -> ReducerStatistics:
         """A snapshot of the counters."""
@@ -262,6 +266,7 @@ class Reducer(Closing, StockReducer):
         self.times.mark("backward_begun")
         self._count_local()
         self._local = _no_backward
+        self.arrivals.take()  # of a backward whose end was never noticed
         self.sync_next = False
         at_parameter = stood_before is not None
         nested = at_parameter and inside_nested_task()
@@ -349,8 +354,8 @@ class Reducer(Closing, StockReducer):
                 self._open(window, bytes(len(self.params)), silent=True)
             run(self.closing_steps(window, failed=failed))
 
-    def _is_in_window(self, param_index: int, grad: Tensor | None) -> bool:
-        """Whether a gradient that came while no window was open has begun one, or came after one that did.
+    def _begins_or_stays(self, param_index: int, grad: Tensor | None) -> bool:
+        """Whether a gradient that came while no window was open begins one, or came after one that did.
 
         [Note: local] It stays on this rank if its backward is that of a ``no_sync`` forward, or if no synchronising
         forward waits for its backward (one through ``model.module``). Else it belongs to an output that could not be
@@ -365,8 +370,10 @@ class Reducer(Closing, StockReducer):
         if self.nodes.is_passed_by(param_index):
             raise faults.warned(faults.distributed_autograd_error(self.where))
         is_local = self._local() is not None
-        if grad is None and not is_local:
-            self.nodes.hear_all()  # from the next forward on: whether it was an undefined one cannot be told here
+        if grad is None and not is_local:  # not told, as no window was thought to be missed
+            if param.grad is not None and not self._stood.has_changed(param_index):
+                return False  # an undefined one
+            private.queue_callback(self._hear_all)  # from now on such are
         # Frozen since the forward it counts as zero; what stays on this rank anyone may take.
         if param.grad is None and param.requires_grad and not is_local:
             raise faults.gradient_taken_error(self.where, self.params.names[param_index])
@@ -375,7 +382,8 @@ class Reducer(Closing, StockReducer):
             return False
         if private.in_compiled_backward():
             raise faults.compiled_error(self.where)
-        self._begin(stood_before={param_index: before_accumulation(param.grad, grad)})
+        before = before_accumulation(param.grad, grad) if grad is not None else self._stood.grad(param_index)
+        self._begin(stood_before={param_index: before})
         _begin_all()
         return self.window is not None
 

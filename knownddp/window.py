@@ -110,6 +110,33 @@ class TaskEnd:
 _ends: weakref.WeakValueDictionary[int, TaskEnd] = weakref.WeakValueDictionary()
 
 
+class Standing:
+    """What stood in ``.grad`` of some parameters at one moment."""
+
+    def __init__(self, params: Sequence[Tensor | None]) -> None:
+        self._params = params
+        self._grads = grads_of(params)
+        self._written = [private.times_written(grad) if grad is not None else 0 for grad in self._grads]
+
+    def has_changed(self, i: int) -> bool:
+        """Whether another gradient stands there by now, or the same one was written to."""
+        param, before = self._params[i], self._grads[i]
+        grad = param.grad if param is not None else None
+        return grad is not None and (grad is not before or private.times_written(grad) != self._written[i])
+
+    def grad(self, i: int) -> Tensor | None:
+        """What stood there; where autograd has added in place since, that is what stands there now."""
+        return self._grads[i]
+
+    def changed(self, known: Collection[int]) -> list[int]:
+        """Which parameters beside those ``known`` to have one have another gradient by now."""
+        return [i for i in range(len(self._grads)) if i not in known and self.has_changed(i)]
+
+    def written(self, came: Iterable[int]) -> list[int]:
+        """Those in ``came`` that got a gradient. Hooks do not tell undefined ones where one stood before."""
+        return [i for i in came if self._grads[i] is None or self.has_changed(i)]
+
+
 class LocalBackward:
     """Queued on the engine in the backward of a ``no_sync`` forward: it is alive as long as that backward runs.
 
@@ -119,11 +146,9 @@ class LocalBackward:
     """
 
     def __init__(self, params: Sequence[Tensor | None], on_end: Callable[..., None]) -> None:
-        self._params = params
         self._on_end = on_end
         self._is_over = False
-        self._grads = grads_of(params)
-        self._written = [private.times_written(grad) if grad is not None else 0 for grad in self._grads]
+        self.stood = Standing(params)
 
     def __call__(self) -> None:
         self._is_over = True
@@ -132,16 +157,3 @@ class LocalBackward:
     def __del__(self) -> None:
         if not self._is_over:
             self._on_end(self, failed=True)
-
-    def changed(self, known: Collection[int]) -> list[int]:
-        """Which parameters beside those ``known`` to have one have another gradient by now."""
-        return [i for i in range(len(self._grads)) if i not in known and self._is_new(i)]
-
-    def written(self, came: Iterable[int]) -> list[int]:
-        """Those in ``came`` that got a gradient. Hooks do not tell undefined ones where one stood before."""
-        return [i for i in came if self._grads[i] is None or self._is_new(i)]
-
-    def _is_new(self, i: int) -> bool:
-        param, before = self._params[i], self._grads[i]
-        grad = param.grad if param is not None else None
-        return grad is not None and (grad is not before or private.times_written(grad) != self._written[i])

@@ -291,12 +291,50 @@ def test_what_the_last_window_brought_is_not_taken_for_local(ranks):
     assert ranks(2, _told_one_by_one) == [[[18.0, float(rank)]] * 2 for rank in range(2)]
 
 
+class _Withholds(torch.autograd.Function):
+    """Its gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class _Sometimes(Scales):
     """What it returns cannot be looked into if ``hides``."""
 
     def forward(self, x: Tensor, use: str, hides: bool = False) -> Any:  # type: ignore[override]
         total = super().forward(x, use)
         return (lambda: total) if hides else total
+
+
+class _Large(Scales):
+    def __init__(self) -> None:
+        super().__init__("a", "b")
+        self.large = nn.Parameter(torch.ones(2**15))
+
+
+def _undefined_locally(rank: int, may_wait: bool) -> list[float]:
+    """b stood there, other on each rank, and nothing comes of it in a local backward, nor in the next."""
+    _, model = make(_Large, find_unused_parameters=True)
+    a, b, large = model.parameters()
+    model.reducer.may_wait = may_wait
+    x = torch.tensor(6.0 * (rank + 1))
+    b.grad = torch.tensor(float(rank))
+    with model.no_sync():
+        loss = model(x, use="a")
+    (loss + _Withholds.apply(b) + large.sum()).backward()
+    model(x, use="a").backward()
+    return [float(a.grad), float(b.grad), float(large.grad[0])]
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_an_undefined_gradient_in_a_local_backward_is_not_averaged(ranks, may_wait):
+    """x is 6 and 12. a, twice: (12 + 24) / 2; b stays what each rank put there."""
+    assert ranks(2, _undefined_locally, may_wait) == [[18.0, float(rank), 1.0] for rank in range(2)]
 
 
 def _fails_locally(rank: int) -> list[list[float | None]]:

@@ -106,8 +106,11 @@ def test_running_out_of_memory_in_a_launch_raises_on_all_ranks(ranks, bucket):
 
 
 def _fails_to_launch_unhooked(rank: int) -> None:
-    """As above for gradients whose hooks did not run: cast and cast back in place, parameters have new nodes."""
+    """As above for gradients whose hooks did not run: cast and cast back in place, parameters have new nodes, on which
+    hooks are where they hear all.
+    """
     plain, model = make(bucket_cap_mb=1e-5)
+    model.reducer.nodes.hear_all()
     for step in range(2):
         _step_is_right(plain, model, rank, seed=step)
     model.zero_grad(set_to_none=True)
@@ -116,11 +119,16 @@ def _fails_to_launch_unhooked(rank: int) -> None:
         param.data = memory.double()
         param.data = memory
     loss = _loss(model, rank, 2)
-    if rank == 1:
-        with _failing(1), pytest.raises(MemoryError):
-            loss.backward()
-    else:
-        assert "rank 1" in raises_everywhere(loss.backward, PeerFailedError)
+    with pytest.MonkeyPatch.context() as patch:
+        unhooked: list[list[int]] = []
+        ask = exchange.GradientExchange.unhooked
+        patch.setattr(exchange.GradientExchange, "unhooked", lambda self: unhooked.append(ask(self)) or unhooked[-1])
+        if rank == 1:
+            with _failing(1), pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            assert "rank 1" in raises_everywhere(loss.backward, PeerFailedError)
+    assert unhooked == [list(range(len(list(model.parameters()))))]
     assert all(p.grad is None for p in model.parameters())
     _step_is_right(plain, model, rank, seed=3)
 
@@ -156,6 +164,112 @@ def _aside(rank: int, keep: bool) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_loss_left_aside_by_forward_is_averaged(ranks, keep):
     ranks(2, _aside, keep)
+
+
+class _Withholds(torch.autograd.Function):
+    """Its gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def _unseen_and_failing(rank: int, stood: float | None, create_graph: bool) -> float | None:
+    """What is in the first ``.grad`` after a backward that no output told of, and that raises at the second."""
+    _, model = make(lambda: Scales("a", "b"))
+    a, b = model.parameters()
+    x = torch.tensor(float(rank + 1))
+    model(x, "a b").backward()
+    model.zero_grad(set_to_none=True)
+    b.grad = None if stood is None else torch.tensor(stood)
+    pending = model(x, "a b")
+    loss = model.module(x, "a b")
+    handle = a.register_hook(_raise)
+    with pytest.raises(KeyError):
+        loss.backward(create_graph=create_graph)
+    handle.remove()
+    assert a.grad is None and pending is not None
+    return None if b.grad is None else float(b.grad)
+
+
+@pytest.mark.parametrize(("stood", "create_graph"), [(None, False), (None, True), (5.0, True)])
+def test_what_stood_there_is_put_back_after_a_backward_that_no_output_told_of(ranks, stood, create_graph):
+    assert ranks(2, _unseen_and_failing, stood, create_graph) == [stood] * 2
+
+
+def _undefined_and_unseen(rank: int) -> list[float]:
+    """A backward of the module's alone, of which nothing comes, while a forward waits for its own."""
+    _, model = make(lambda: Scales("a", "b"))
+    a, b = model.parameters()
+    x = torch.tensor(float(rank + 1))
+    a.grad, b.grad = torch.tensor(5.0), torch.tensor(6.0)
+    pending = model(x, "a b")
+    (_Withholds.apply(a) + _Withholds.apply(b)).backward()
+    assert model.stats().backwards_finished == 0
+    pending.backward()
+    return [float(a.grad), float(b.grad)]
+
+
+def test_undefined_gradients_outside_of_windows_begin_none(ranks):
+    """5 and 6 stood there, x is 1 and 2."""
+    assert ranks(2, _undefined_and_unseen) == [[6.5, 7.5]] * 2
+
+
+def _late_and_unhooked(rank: int) -> list[float]:
+    """b comes late on rank 0, whose hook on it did not run; OPEN comes back when the backward is over."""
+    _, model = make(lambda: Scales("a", "b", "c"))
+    model.reducer.nodes.hear_all()
+    x = torch.tensor(float(rank + 1))
+    for _ in range(2):
+        model(x, "a b c").backward()
+        model.zero_grad(set_to_none=True)
+    combine = model._comm.combine_or
+
+    def combined_late(message: bytes) -> Any:
+        work = combine(message)
+        work.is_completed = lambda: False
+        return work
+
+    model._comm.combine_or = combined_late
+    if rank == 0:
+        memory = model.module.b.data
+        model.module.b.data = memory.double()
+        model.module.b.data = memory
+    loss = model(x, "a b c", unused_parameters=["b"] if rank == 0 else [])
+    with pytest.warns(UserWarning, match="declared different unused parameters"):
+        loss.backward()
+    return [float(p.grad) for p in model.parameters()]
+
+
+def test_a_late_gradient_whose_hook_did_not_run_is_averaged(ranks):
+    """x is 1 and 2."""
+    assert ranks(2, _late_and_unhooked) == [[1.5] * 3] * 2
+
+
+def _takes_late_one(rank: int) -> None:
+    """b is declared unused on both ranks, used on rank 0, and a hook takes it."""
+    _, model = make(lambda: Scales("a", "b"))
+    x = torch.tensor(float(rank + 1))
+    for _ in range(2):
+        model(x, "a b").backward()
+        model.zero_grad(set_to_none=True)
+
+    def take(param: Tensor) -> None:
+        param.grad = None
+
+    model.module.b.register_post_accumulate_grad_hook(take)
+    loss = model(x, "a b" if rank == 0 else "a", unused_parameters=["b"])
+    message = raises_everywhere(loss.backward, GradientTakenError if rank == 0 else PeerFailedError)
+    assert "rank 0" in message
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_late_gradient_that_a_hook_took_is_an_error_on_all_ranks(ranks):
+    ranks(2, _takes_late_one)
 
 
 def _open_on_one_rank(rank: int) -> None:

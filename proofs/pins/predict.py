@@ -203,7 +203,7 @@ class _Rank:
                     self._launch(machine.plan, told.launch)
             patience = machine.patience
         if arrivals:
-            self._launch(machine.plan, machine.ready(*arrivals))
+            machine.last(arrivals)
         if not is_open_known:
             told = machine.opened(opening)
             self._launch(machine.plan, told.launch)

@@ -1,4 +1,5 @@
-"""The end of a window on one rank, to be read against ``Closing`` in closing.py.
+"""The end of a window on one rank, to be read against ``Closing`` in closing.py; looking and launching, against
+``Filling`` in filling.py.
 
 ``close`` and what follows are ``Closing._closing_steps``, in its order; a ``yield`` there is a ``wait`` here.
 """
@@ -69,7 +70,7 @@ class Closing(State):
         self.facts["raised"] = failed
         came, self.arrivals, self.newest = self.arrivals, (), -1
         if came and self.opening_fault is None:
-            self.protocol.ready(*came)
+            self.protocol.last(came)
         if self.setup.in_program_order:
             self.facts["early"] = len(self.gradients.flights)
         if self.is_open_known:

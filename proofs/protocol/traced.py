@@ -1,7 +1,7 @@
 """What ranks issue and wait for, as the shipped machine decides it, over windows drawn at random.
 
 A trace is a list of ``("issue", tag, size in bytes)`` and ``("wait", k)``, k the position of the issue waited for among
-the rank's own. Waits stand where ``Closing._closing_steps`` and ``look_at_opening`` (knownddp/closing.py) have them.
+the rank's own. Waits stand where ``Closing._closing_steps`` and ``Filling.look_at_opening`` have them.
 
 In half of the runs gradients come as hooks bring them: ``ready`` hears of several, when the machine's patience is at
 its end. In half of these OPEN is looked at then, where the machine wants it, or at the end, as
