@@ -26,6 +26,7 @@ from .optimizers import BackwardOptimizers
 from .outcomes import Fault
 from .plan import Planner
 from .protocol import Agreement, Phase
+from .stats import ReducerStatistics
 from .window import Window
 from .works import DONE, Combination, Work
 
@@ -49,6 +50,15 @@ class Closing(Filling):
     def hook_name(self) -> str:
         """Name of the communication hook; empty if there is none."""
         return self.hook.name if self.hook is not None else ""
+
+    def statistics(self) -> ReducerStatistics:
+        """A snapshot of the counters."""
+        return self.counters.snapshot(
+            phase=self.protocol.phase.name,
+            buckets_planned=len(self.protocol.plan.buckets),
+            plans_cached=len(self.planner),
+            unforeseen=tuple(self.params.names_of(sorted(self.protocol.unforeseen))),
+        )
 
     def combine(self, message: bytes) -> Combination:
         """Start to combine a message with that of all ranks. Under "trust" one's own stands for all."""

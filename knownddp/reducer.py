@@ -37,7 +37,7 @@ from .params import ManagedParams
 from .plan import Planner
 from .pool import FlatPool
 from .protocol import Agreement, Phase, WindowProtocol
-from .stats import Counters, ReducerStatistics, Times
+from .stats import Counters, Times
 from .stock_reducer import StockReducer
 from .window import Debt, LocalBackward, Standing, TaskEnd, Window
 from .works import raise_first, run
@@ -106,7 +106,7 @@ class Reducer(Closing, StockReducer):
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
-        self._stood = Standing(params.live)  # at the last forward
+        self._stood: Standing | None = None  # at the last forward, until a backward of one begins
         self.sync_next = self._is_off = False
         self.nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
@@ -201,15 +201,6 @@ class Reducer(Closing, StockReducer):
         if self.window is None and not self._is_off:  # else a parameter could have two hooks at once
             self.nodes.hook(self.params.live, self.params.trainable)
 
-    def statistics(self) -> ReducerStatistics:
-        """A snapshot of the counters."""
-        return self.counters.snapshot(
-            phase=self.protocol.phase.name,
-            buckets_planned=len(self.protocol.plan.buckets),
-            plans_cached=len(self.planner),
-            unforeseen=tuple(self.params.names_of(sorted(self.protocol.unforeseen))),
-        )
-
     # -- begin
 
     def on_output_grad(self, record: ForwardRecord) -> None:
@@ -243,7 +234,7 @@ class Reducer(Closing, StockReducer):
         elif self._local() is None:  # of a ``no_sync`` forward: gradients stay on this rank, as [Note: local] tells
             mark = LocalBackward(self.params.live, self.local_ends)
             private.queue_callback(mark)
-            self._local = weakref.ref(mark)
+            self._local, self._stood = weakref.ref(mark), None
             self._renew_patience()
         return False
 
@@ -267,6 +258,7 @@ class Reducer(Closing, StockReducer):
         self._count_local()
         self._local = _no_backward
         self.arrivals.take()  # of a backward whose end was never noticed
+        self._stood = None  # it would keep memory
         self.sync_next = False
         at_parameter = stood_before is not None
         nested = at_parameter and inside_nested_task()
@@ -370,8 +362,9 @@ class Reducer(Closing, StockReducer):
         if self.nodes.is_passed_by(param_index):
             raise faults.warned(faults.distributed_autograd_error(self.where))
         is_local = self._local() is not None
-        if grad is None and not is_local:  # not told, as no window was thought to be missed
-            if param.grad is not None and not self._stood.has_changed(param_index):
+        stood = self._stood
+        if grad is None and not is_local:  # not told, as no backward was thought to come by this way
+            if stood is not None and param.grad is not None and not stood.has_changed(param_index):
                 return False  # an undefined one
             private.queue_callback(self._hear_all)  # from now on such are
         # Frozen since the forward it counts as zero; what stays on this rank anyone may take.
@@ -382,7 +375,8 @@ class Reducer(Closing, StockReducer):
             return False
         if private.in_compiled_backward():
             raise faults.compiled_error(self.where)
-        before = before_accumulation(param.grad, grad) if grad is not None else self._stood.grad(param_index)
+        before = stood.grad(param_index) if stood is not None else param.grad
+        before = before_accumulation(param.grad, grad) if grad is not None else before
         self._begin(stood_before={param_index: before})
         _begin_all()
         return self.window is not None

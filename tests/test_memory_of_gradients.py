@@ -55,6 +55,25 @@ def _skipping(rank: int, skip: tuple[int, ...]) -> Callable[[nn.Module, int, int
 # -- used again
 
 
+def _zeroes_late(rank: int) -> list[bool]:
+    """Gradients are dropped between a forward and its backward: whether their memory is used again."""
+    _, model = make()
+    found = []
+    before: list[int] = []
+    for step in range(4):
+        loss = model(inputs(rank, 5, 3, seed=step)).square().mean()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        found.append(_addresses(model) == before)
+        before = _addresses(model)
+    return found[2:]
+
+
+def test_memory_is_used_again_where_gradients_are_dropped_after_the_forward(ranks):
+    """From the third step on; before, another order may be planned. On one rank, where no backend's thread holds it."""
+    assert ranks(1, _zeroes_late) == [[True, True]]
+
+
 def _reuses(rank: int) -> None:
     plain, model = make()
     step_is_right(plain, model, rank, 0)  # the second plan is another one
