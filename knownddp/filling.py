@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from .params import ManagedParams
 from .protocol import ENDLESS, Phase, WindowProtocol
 from .stats import Counters, Times
 from .window import LocalBackward, Window
+from .works import Combination
 
 
 class Filling:
@@ -55,11 +56,9 @@ class Filling:
         """A large gradient came, and is at hand: it is packed at once where that may be."""
         with self.lock:
             try:
-                self._look_at(param, grad, is_over=True)
-                param_index = self.params.index_of(param)
-                # Before the plan is but a guess.
-                if self.window is not None and self.protocol.phase is Phase.REDUCING and param_index is not None:
-                    self.window.gradients.pack_early(self.protocol.plan, param_index)
+                came = self._look_at(param, grad, is_over=True)
+                if came and self.window is not None and self.protocol.phase is Phase.REDUCING:  # else plans are guesses
+                    self.window.gradients.pack_early(self.protocol.plan, came[-1])
             finally:
                 self._renew_patience()
 
@@ -78,8 +77,8 @@ class Filling:
         else:
             self.arrivals.wait_for(1 if self._local() is None else ENDLESS)
 
-    def _look_at(self, newest: Tensor, grad: Tensor | None, *, is_over: bool) -> None:
-        """``grad`` came for ``newest``, if that is known, after what was written down.
+    def _look_at(self, newest: Tensor, grad: Tensor | None, *, is_over: bool) -> Sequence[int]:
+        """``grad`` came for ``newest``, if that is known, after what was written down. Returns what the window counts.
 
         ``is_over``: hooks did not write it down, and nothing else happens to it.
         """
@@ -95,24 +94,24 @@ class Filling:
             came = [i for i in came if self._begins_or_stays(i, grad if self.params.live[i] is newest else None)]
         window = self.window
         if window is None or (window.outcome is not None and window.outcome.fault is not None):
-            return
+            return ()
         if window.gradients.elsewhere:
             came = [i for i in came if i not in window.gradients.elsewhere]
-        if came:
-            self.launch(window, self.protocol.ready(*came, is_over=is_over))
-        if self.may_look_at_opening(window, newest if is_over else None):
+        launch = self.protocol.ready(*came, is_over=is_over) if came else ()
+        if launch:
+            self.launch(window, launch)
+        if window.opening is not None and self.may_look_at_opening(window.opening, newest if is_over else None):
             self.look_at_opening(window)
+        return came
 
-    def may_look_at_opening(self, window: Window, large: Tensor | None) -> bool:
+    def may_look_at_opening(self, opening: Combination, large: Tensor | None) -> bool:
         """Whether to look at OPEN: a bucket may go then, or the gradient of ``large`` be packed; and it is there.
 
         In program order all ranks look at the same gradient, to launch there: they wait for it.
         """
-        if window.opening is None:
-            return False
         if self.protocol.in_program_order:
             return self.protocol.wants_opening
-        return (self.protocol.wants_opening or large is not None) and window.opening.is_completed()
+        return (self.protocol.wants_opening or large is not None) and opening.is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
         """OPEN has come back, or must be waited for."""
@@ -125,17 +124,15 @@ class Filling:
         if agreed != bytes(self.params.trainable):
             skipped = compress(self.params.specs, map(operator.gt, self.params.trainable, agreed))
             self.counters.bytes_skipped += sum(spec.nbytes for spec in skipped)
-        if launches:
+        if launches and window.outcome.launch:
             self.launch(window, window.outcome.launch)
 
     def _begins_or_stays(self, param_index: int, grad: Tensor | None) -> bool:
         """A gradient came while no window was open. Does it begin one, or else stay on this rank?"""
         raise NotImplementedError
 
-    def launch(self, window: Window, positions: range) -> None:
+    def launch(self, window: Window, positions: Sequence[int]) -> None:
         """Start to combine these buckets of the plan."""
-        if not positions:
-            return
         self.times.mark("first_launch")
         for position in positions:
             window.gradients.launch(self.protocol.plan, position)
