@@ -4,8 +4,8 @@
 and counts down; what came is looked at together when the count is at zero. It starts at one more than what the
 next bucket waits for (``WindowProtocol.patience``). A gradient fills at most one place there, so that bucket cannot be
 full before, and goes with the very gradient that follows the one that fills it, in whatever order they come (once OPEN
-is back; large gradients are looked at as they come). There is no lock: hooks count on one thread, as the engine runs
-them where all parameters lie on one device. Elsewhere each gradient is looked at.
+is back; large ones, which are settled as they come, with themselves). There is no lock: hooks count on one thread, as
+the engine runs them where all parameters lie on one device. Elsewhere each gradient is looked at.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ class Arrivals:
                 alive_too(param, None)
 
         return note, hook
+
+    def notes(self, param: Tensor) -> bool:
+        """Write down one whose gradient is settled, if it need not be looked at now: no bucket can be full yet."""
+        if self._patience[0] <= 2:
+            return False
+        self._came.append(param)
+        self._patience[0] -= 1
+        return True
 
     def take(self) -> list[Tensor]:
         """What came since the last call."""

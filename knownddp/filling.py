@@ -55,12 +55,16 @@ class Filling:
     def _on_large(self, param: Tensor, grad: Tensor | None) -> None:
         """A large gradient came, and is at hand: it is packed at once where that may be."""
         with self.lock:
-            try:
-                came = self._look_at(param, grad, is_over=True)
-                if came and self.window is not None and self.protocol.phase is Phase.REDUCING:  # else plans are guesses
-                    self.window.gradients.pack_early(self.protocol.plan, came[-1])
-            finally:
-                self._renew_patience()
+            param_index = self.params.index_of(param)
+            is_noted = self.protocol.phase is Phase.REDUCING and self.arrivals.notes(param)
+            if not is_noted:
+                try:
+                    self._look_at(param, grad, is_over=True)
+                finally:
+                    self._renew_patience()
+            # Before the plan is but a guess.
+            if self.window is not None and self.protocol.phase is Phase.REDUCING and param_index is not None:
+                self.window.gradients.pack_early(self.protocol.plan, param_index)
 
     def _on_undefined(self, param: Tensor) -> None:
         """An autograd Function returned no gradient."""
@@ -77,8 +81,8 @@ class Filling:
         else:
             self.arrivals.wait_for(1 if self._local() is None else ENDLESS)
 
-    def _look_at(self, newest: Tensor, grad: Tensor | None, *, is_over: bool) -> Sequence[int]:
-        """``grad`` came for ``newest``, if that is known, after what was written down. Returns what the window counts.
+    def _look_at(self, newest: Tensor, grad: Tensor | None, *, is_over: bool) -> None:
+        """``grad`` came for ``newest``, if that is known, after what was written down.
 
         ``is_over``: hooks did not write it down, and nothing else happens to it.
         """
@@ -94,7 +98,7 @@ class Filling:
             came = [i for i in came if self._begins_or_stays(i, grad if self.params.live[i] is newest else None)]
         window = self.window
         if window is None or (window.outcome is not None and window.outcome.fault is not None):
-            return ()
+            return
         if window.gradients.elsewhere:
             came = [i for i in came if i not in window.gradients.elsewhere]
         launch = self.protocol.ready(*came, is_over=is_over) if came else ()
@@ -102,7 +106,6 @@ class Filling:
             self.launch(window, launch)
         if window.opening is not None and self.may_look_at_opening(window.opening, newest if is_over else None):
             self.look_at_opening(window)
-        return came
 
     def may_look_at_opening(self, opening: Combination, large: Tensor | None) -> bool:
         """Whether to look at OPEN: a bucket may go then, or the gradient of ``large`` be packed; and it is there.

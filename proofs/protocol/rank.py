@@ -97,8 +97,8 @@ class Rank(Joining):
             self.close(failed=False)
 
     def _ready(self, i: int) -> None:
-        """A gradient was accumulated. Each other parameter is a large one, whose gradient is settled and looked at at
-        once; those of the rest are written down.
+        """A gradient was accumulated. Each other parameter is a large one, whose gradient is settled, and looked at at
+        once until OPEN is known; those of the rest are written down.
         """
         at = self.left.index(i)
         self.left = self.left[:at] + self.left[at + 1 :]
@@ -116,7 +116,7 @@ class Rank(Joining):
         self.arrivals = (*before, i)  # else their order makes no difference, but for the last
         self.newest = i if not is_over and not self.gradients.has_left(i) else -1
         self.patience -= 1
-        if is_over or self.patience <= 0:
+        if self.patience <= int(is_over) or (is_over and not self.is_open_known):
             self._look_at_arrivals(is_over=is_over)
         if self.is_open_known:
             self.check_launched()
