@@ -77,7 +77,7 @@ SEEDS: Final = (
         "knownddp/exchange.py",
         "                self._set_means({i: mean if earlier is None else earlier + mean})\n",
         "                self._set_means({i: mean})\n",
-        ("P1", "P5"),
+        ("P5",),
     ),
     Seed(
         "the pool hands out memory that .grad refers to",
