@@ -10,6 +10,7 @@ import torch
 from .buffers import BufferSync
 from .comm_hooks import CommHook
 from .errors import KnownDDPError
+from .exchange import GradientExchange
 from .faults import (
     Testimony,
     dispute_message,
@@ -94,7 +95,7 @@ class Closing(Filling):
         protocol.end()
         own_error = gradients.launch_rest(protocol.plan, failed=failed)
         own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish() or own_error
-        own_error = own_error or (self._late_one_taken() if not failed else None)
+        own_error = own_error or (self._late_one_taken(gradients) if not failed else None)
         failed = failed or own_error is not None
         graph = self._graph_of(window)
         changed = window.has_graph and not failed and self.history.breaks_promise(graph)
@@ -144,9 +145,12 @@ class Closing(Filling):
         if closing.fault is Fault.TRUST:
             raise error_for(Fault.TRUST, self.where, (), self.params.names, closing.late)
 
-    def _late_one_taken(self) -> KnownDDPError | None:
-        """The error if a gradient that came late is gone; the late round would take zeros for it."""
-        late = ((i, self.params.live[i]) for i in self.protocol.late())
+    def _late_one_taken(self, gradients: GradientExchange) -> KnownDDPError | None:
+        """The error if a gradient that came late is gone; the late round would take zeros for it.
+
+        That at which the backward was noticed is held back with what stood there.
+        """
+        late = ((i, self.params.live[i]) for i in self.protocol.late() if i not in gradients.stood_before)
         gone = [i for i, param in late if param is not None and param.grad is None and param.requires_grad]
         return gradient_taken_error(self.where, self.params.names[gone[0]]) if gone else None
 

@@ -47,7 +47,7 @@ class GradientExchange:
         self._streams, self._users = resources.streams, resources.users
         self._terms = terms
         self._divisor = 1 if terms.hook is not None else terms.divisor
-        self._stood_before = stood_before
+        self.stood_before = stood_before
         self._begun: dict[int, GradientBucket] = {}  # by first parameter: buckets of which some is packed
         self._flights: list[Flight] = []
         self._late_flights: list[Flight] = []
@@ -140,7 +140,7 @@ class GradientExchange:
         grads = [param.grad if (param := self._live[i]) is not None else None for i in bucket.param_indices]
         travelled = self._has_travelled()
         for i, grad in zip(bucket.param_indices, grads, strict=True):
-            is_missed = grad is None and self._fired[i] and not travelled[i] and i not in self._stood_before
+            is_missed = grad is None and self._fired[i] and not travelled[i] and i not in self.stood_before
             if is_missed and getattr(self._live[i], "requires_grad", True):  # else it was frozen since the forward
                 raise self._taken_error(i)
             for one in (grad, self.held_back[i]):
@@ -166,7 +166,7 @@ class GradientExchange:
         if position < len(self._flights) or param is None or torch.is_grad_enabled():  # create_graph
             return
         bucket, grad = plan.buckets[position], param.grad
-        is_usual = self._terms.contributes and param_index not in self._stood_before
+        is_usual = self._terms.contributes and param_index not in self.stood_before
         may_pack = is_usual and not bucket.is_held and not bucket.is_sparse and len(bucket.param_indices) > 1
         if not may_pack or type(grad) is not Tensor or grad.layout is not torch.strided or grad.device.type != "cpu":
             return
@@ -379,7 +379,7 @@ class GradientExchange:
         """Everything as it was when the backward began."""
         self._begun.clear()
         for i, before in enumerate(self.held_back):
-            self._set(i, self._stood_before.get(i, before))
+            self._set(i, self.stood_before.get(i, before))
 
     def _set(self, i: int, grad: Tensor | None) -> None:
         param = self._live[i]

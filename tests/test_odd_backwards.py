@@ -250,6 +250,31 @@ def test_a_late_gradient_whose_hook_did_not_run_is_averaged(ranks):
     assert ranks(2, _late_and_unhooked) == [[1.5] * 3] * 2
 
 
+class _Beside(Scales):
+    """Its loss is an attribute beside an output that is dropped."""
+
+    def forward(self, x: Tensor, use: str) -> Tensor:  # type: ignore[override]
+        self.beside = super().forward(x, use)
+        return x * 1.0
+
+
+def _begins_at_a_late_one(rank: int) -> list[list[float]]:
+    """No output lives and no forward promises anything, so all gradients are late; nobody took the first."""
+    _, model = make(lambda: _Beside("a", "b"))
+    found = []
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        model(torch.tensor(float(rank + 1), requires_grad=True), "a b")
+        model.module.beside.backward()
+        found.append([float(p.grad) for p in model.parameters()])
+    return found
+
+
+def test_a_backward_that_begins_at_a_late_gradient(ranks):
+    """x is 1 and 2."""
+    assert ranks(2, _begins_at_a_late_one) == [[[1.5] * 2] * 2] * 2
+
+
 def _takes_late_one(rank: int) -> None:
     """b is declared unused on both ranks, used on rank 0, and a hook takes it."""
     _, model = make(lambda: Scales("a", "b"))

@@ -10,7 +10,7 @@ from typing import Final
 from ..seeded import Seed
 
 _LAUNCHES = "        own_error = gradients.launch_rest(protocol.plan, failed=failed)\n"
-_LATE = "        own_error = own_error or (self._late_one_taken() if not failed else None)\n"
+_LATE = "        own_error = own_error or (self._late_one_taken(gradients) if not failed else None)\n"
 _WAITS_FOR_HOOK = "        own_error = (yield from gradients.wait_for_hook()) or self.buffers.finish()"
 _SENDS_CLOSE = (
     "        failed = failed or own_error is not None\n"
