@@ -375,7 +375,7 @@ class Reducer(Closing, StockReducer):
             return False
         if private.in_compiled_backward():
             raise faults.compiled_error(self.where)
-        before = stood.grad(param_index) if stood is not None else param.grad
+        before = stood.before(param_index, param.grad) if stood is not None else param.grad
         before = before_accumulation(param.grad, grad) if grad is not None else before
         self._begin(stood_before={param_index: before})
         _begin_all()

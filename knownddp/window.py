@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from . import _torch_private as private
@@ -124,9 +125,14 @@ class Standing:
         grad = param.grad if param is not None else None
         return grad is not None and (grad is not before or private.times_written(grad) != self._written[i])
 
-    def grad(self, i: int) -> Tensor | None:
-        """What stood there; where autograd has added in place since, that is what stands there now."""
-        return self._grads[i]
+    def before(self, i: int, total: Tensor) -> Tensor | None:
+        """What autograd added to, to make it ``total``: nothing if what stood there was dropped in between.
+
+        Where it added in place that is ``total`` itself, as far as this knows.
+        """
+        stood = self._grads[i]
+        adds_in_place = not torch.is_grad_enabled() and stood is not None and stood.layout is torch.strided
+        return None if adds_in_place and stood is not total else stood
 
     def changed(self, known: Collection[int]) -> list[int]:
         """Which parameters beside those ``known`` to have one have another gradient by now."""

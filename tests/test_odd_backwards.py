@@ -178,7 +178,7 @@ class _Withholds(torch.autograd.Function):
         return None
 
 
-def _unseen_and_failing(rank: int, stood: float | None, create_graph: bool) -> float | None:
+def _unseen_and_failing(rank: int, stood: float | None, create_graph: bool, drops: bool) -> float | None:
     """What is in the first ``.grad`` after a backward that no output told of, and that raises at the second."""
     _, model = make(lambda: Scales("a", "b"))
     a, b = model.parameters()
@@ -187,6 +187,8 @@ def _unseen_and_failing(rank: int, stood: float | None, create_graph: bool) -> f
     model.zero_grad(set_to_none=True)
     b.grad = None if stood is None else torch.tensor(stood)
     pending = model(x, "a b")
+    if drops:
+        model.zero_grad(set_to_none=True)
     loss = model.module(x, "a b")
     handle = a.register_hook(_raise)
     with pytest.raises(KeyError):
@@ -196,9 +198,13 @@ def _unseen_and_failing(rank: int, stood: float | None, create_graph: bool) -> f
     return None if b.grad is None else float(b.grad)
 
 
-@pytest.mark.parametrize(("stood", "create_graph"), [(None, False), (None, True), (5.0, True)])
-def test_what_stood_there_is_put_back_after_a_backward_that_no_output_told_of(ranks, stood, create_graph):
-    assert ranks(2, _unseen_and_failing, stood, create_graph) == [stood] * 2
+@pytest.mark.parametrize(
+    ("stood", "create_graph", "drops"),
+    [(None, False, False), (None, True, False), (5.0, True, False), (5.0, False, True)],
+)
+def test_what_stood_there_is_put_back_after_a_backward_that_no_output_told_of(ranks, stood, create_graph, drops):
+    """``drops``: gradients are dropped between the forward and that backward."""
+    assert ranks(2, _unseen_and_failing, stood, create_graph, drops) == [None if drops else stood] * 2
 
 
 def _undefined_and_unseen(rank: int) -> list[float]:
