@@ -15,6 +15,8 @@ from torch import Tensor
 from .arrivals import Arrivals
 from .comm import Collectives
 from .errors import at_rank
+from .exchange import is_held_elsewhere
+from .faults import gradient_taken_error
 from .nodes import GradientNodes
 from .params import ManagedParams
 from .protocol import ENDLESS, Phase, WindowProtocol
@@ -52,19 +54,29 @@ class Filling:
             finally:
                 self._renew_patience()
 
-    def _on_large(self, param: Tensor, grad: Tensor | None) -> None:
-        """A large gradient came, and is at hand: it is packed at once where that may be."""
+    def _on_settled(self, param: Tensor, grad: Tensor | None) -> None:
+        """A gradient came, and is at hand: a large one is packed at once where that may be."""
         with self.lock:
             param_index = self.params.index_of(param)
+            if param.grad is None and self.window is not None and param_index is not None:
+                self._raise_if_taken(param_index, param)
             is_noted = self.protocol.phase is Phase.REDUCING and self.arrivals.notes(param)
             if not is_noted:
                 try:
                     self._look_at(param, grad, is_over=True)
                 finally:
                     self._renew_patience()
-            # Before the plan is but a guess.
+            # Before, the plan is but a guess.
             if self.window is not None and self.protocol.phase is Phase.REDUCING and param_index is not None:
                 self.window.gradients.pack_early(self.protocol.plan, param_index)
+
+    def _raise_if_taken(self, param_index: int, param: Tensor) -> None:
+        """A gradient came, and is gone. A wrapper that shares the parameter may have packed it; what stays on this rank
+        anyone may take; frozen since the forward it counts as zero.
+        """
+        is_elsewhere = is_held_elsewhere(param, self.window.gradients if self.window is not None else None)
+        if param.requires_grad and not is_elsewhere and self._local() is None:
+            raise gradient_taken_error(self.where, self.params.names[param_index])
 
     def _on_undefined(self, param: Tensor) -> None:
         """An autograd Function returned no gradient."""

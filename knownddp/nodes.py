@@ -3,8 +3,9 @@
 [Note: two kinds of hooks] A hook on a node is called when all is done that autograd does to a gradient, and is told
 what came. A hook on the parameter itself is called a moment earlier and is not told, but costs half, which counts where
 gradients are small. Such have it, on the CPU, as long as it will do: RPC's autograd calls hooks of nodes alone; where
-outputs do not tell of a backward before it reaches a parameter the gradient that begins it must be known; and a hook
-that is called before this one may take the gradient away, which is then not to be told from an undefined one.
+outputs do not tell of a backward before it reaches a parameter the gradient that begins it must be known; a hook that
+is called before this one may take the gradient away, which is then not to be told from an undefined one; and of what
+comes twice in a backward, as anything may in the first, a hook may take one gradient, whose place the next one fills.
 
 Two things are not known that a node's hook would know. A gradient that is undefined after another came in the same
 backward (reentrant checkpoints can have it) passes for a second one. And the first backward that begins at a parameter
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ class GradientNodes:
     Args:
         arrivals: where they write it down.
         on_arrivals: called when it is time to look there, from a hook after which others may follow.
-        on_large: called with each large one and its gradient; hooks that are put on its node later do not count.
+        on_settled: called at once with each large parameter and its gradient, to which all is done but for hooks that
+            are put on its node later; also with a small one whose gradient another hook took away.
         on_undefined: called with a parameter of which an autograd Function returned no gradient.
 
     All three are bound methods, held weakly: hooks die with the object they belong to.
@@ -46,10 +48,10 @@ class GradientNodes:
         num_params: int,
         arrivals: Arrivals,
         on_arrivals: Look,
-        on_large: Look,
+        on_settled: Look,
         on_undefined: Callable[[Tensor], None],
     ) -> None:
-        self._on_large, self._on_undefined = weakref.WeakMethod(on_large), weakref.WeakMethod(on_undefined)
+        self._on_settled, self._on_undefined = weakref.WeakMethod(on_settled), weakref.WeakMethod(on_undefined)
         self._note, self._hook_of_small = arrivals.hooks(weakref.WeakMethod(on_arrivals), self._on_undefined)
         self.streams: dict[int, torch.Stream] = {}  # where gradients on accelerators were accumulated, lately
         self.users: dict[int, int] = {}  # of a large parameter, while its hook runs, what ``users_in_hook`` said
@@ -59,18 +61,25 @@ class GradientNodes:
         self._is_current = [False] * num_params
         self._is_untold = [False] * num_params  # their hooks are on the parameter itself
         self._hooked: list[bool] | None = None  # the trainable ones at the last call of ``hook`` that went through
+        self._told: Set[int] | None = None  # of which parameters the gradient must be known; None: of all
         self._hears_all = False
 
     @property
     def are_untold(self) -> bool:
         """Whether hooks on parameters may have it that are not told the gradient."""
-        return not self._hears_all
+        return self._told is not None
+
+    def hear(self, which: Set[int] | None) -> None:
+        """From the next call of ``hook`` on be told what comes of these parameters; None, and at first: of all."""
+        which = None if self._hears_all or which is None else frozenset(which)
+        if which != self._told:
+            self._told = which
+            self.forget()
 
     def hear_all(self) -> None:
-        """From the next call of ``hook`` on be told what comes, of all."""
-        if not self._hears_all:
-            self._hears_all = True
-            self.forget()
+        """From the next call of ``hook`` on be told what comes, of all, whatever ``hear`` is asked for."""
+        self._hears_all = True
+        self.hear(None)
 
     def forget(self) -> None:
         """Look every node up again: a cast or a move gives a parameter a new one."""
@@ -86,32 +95,33 @@ class GradientNodes:
                 continue
             with torch.inference_mode(False), torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(param).node
-            if node is not self._nodes[i] or (self._hears_all and self._is_untold[i]):
+            is_untold = self._may_be_untold(i, param)
+            if node is not self._nodes[i] or is_untold != self._is_untold[i]:
                 handle = self._handles[i]
                 if handle is not None:
                     handle.remove()
-                self._handles[i] = self._put(i, param, node)
-                self._nodes[i] = node
+                put: Callable[..., RemovableHandle] = param.register_post_accumulate_grad_hook
+                self._handles[i] = put(self._hook_of_small) if is_untold else node.register_hook(self._hook(i, param))
+                self._nodes[i], self._is_untold[i] = node, is_untold
             self._is_current[i] = True
         self._hooked = list(trainable)
 
-    def _put(self, param_index: int, param: nn.Parameter, node: Node) -> RemovableHandle:
-        """Hook one; see [Note: two kinds of hooks]."""
+    def _may_be_untold(self, param_index: int, param: nn.Parameter) -> bool:
+        """[Note: two kinds of hooks]"""
+        if self._told is None or param_index in self._told:
+            return False
         is_small = param.device.type == "cpu" and param.nbytes < EAGER_BYTES and type(param) is nn.Parameter
-        is_told = self._hears_all or not is_small or private.has_hooks_after_accumulation(param)
-        self._is_untold[param_index] = not is_told
-        if is_told:
-            return node.register_hook(self._hook(param_index, param))
-        put: Callable[..., RemovableHandle] = param.register_post_accumulate_grad_hook
-        return put(self._hook_of_small)
+        return is_small and (self._is_untold[param_index] or not private.has_hooks_after_accumulation(param))
 
     def _hook(self, param_index: int, param: nn.Parameter) -> Callable[..., None]:
         note, streams, users, device = self._note, self.streams, self.users, param.device
-        on_large, on_undefined = self._on_large, self._on_undefined
+        on_settled, on_undefined = self._on_settled, self._on_undefined
 
         def hook(_: object, grads: Sequence[Tensor | None]) -> None:
             (grad,) = grads
-            if grad is not None:
+            if grad is not None and param.grad is None:
+                hook_of_middle(_, grads)  # another hook took it: looked at now, as a second one may take its place
+            elif grad is not None:
                 note(param, grad)
             elif (alive := on_undefined()) is not None:
                 alive(param)
@@ -120,7 +130,7 @@ class GradientNodes:
             (grad,) = grads
             if grad is None:
                 hook(inputs, grads)
-            elif (alive := on_large()) is not None:  # each time, as it may be packed at once
+            elif (alive := on_settled()) is not None:  # each time, as it may be packed at once
                 alive(param, grad)
 
         def hook_on_stream(inputs: object, grads: Sequence[Tensor | None]) -> None:

@@ -98,7 +98,7 @@ class Reducer(Closing, StockReducer):
         self.pool = FlatPool(params)
         self.arrivals = Arrivals()
         nodes = self.nodes = GradientNodes(
-            len(params), self.arrivals, self._on_arrivals, self._on_large, self._on_undefined
+            len(params), self.arrivals, self._on_arrivals, self._on_settled, self._on_undefined
         )
         arrived = self.protocol.arrived
         self._resources = Resources(params, comm, self.counters, self.pool, arrived, nodes.streams, nodes.users)
@@ -183,6 +183,8 @@ class Reducer(Closing, StockReducer):
         if private.rpc_is_running():
             self.may_wait = False
             self.nodes.hear_all()
+        if self.window is None:  # else a parameter could have two hooks at once
+            self.nodes.hear(self.planner.held if self.planner.has_learnt else None)
         self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:
@@ -367,9 +369,8 @@ class Reducer(Closing, StockReducer):
             if stood is not None and param.grad is not None and not stood.has_changed(param_index):
                 return False  # an undefined one
             private.queue_callback(self._hear_all)  # from now on such are
-        # Frozen since the forward it counts as zero; what stays on this rank anyone may take.
-        if param.grad is None and param.requires_grad and not is_local:
-            raise faults.gradient_taken_error(self.where, self.params.names[param_index])
+        if param.grad is None:
+            self._raise_if_taken(param_index, param)
         if is_local or not self.forwards.is_expecting() or param.grad is None:
             self.touched_locally.add(param_index)
             return False

@@ -36,8 +36,8 @@ class _Reports:
         self.seen.append(("small", came, grad is not None))
         self.arrivals.wait_for(self.patience())
 
-    def on_large(self, param: Tensor, grad: Tensor | None) -> None:
-        self.seen.append(("large", [*map(self._index, self.arrivals.take()), self._index(param)], grad is not None))
+    def on_settled(self, param: Tensor, grad: Tensor | None) -> None:
+        self.seen.append(("settled", [*map(self._index, self.arrivals.take()), self._index(param)], grad is not None))
         self.arrivals.wait_for(self.patience())
 
     def on_undefined(self, param: Tensor) -> None:
@@ -47,9 +47,9 @@ class _Reports:
 def _hooked(params: Sequence[nn.Parameter], patience: Callable[[], int], *, hears_all: bool = False) -> tuple[Any, Any]:
     arrivals = Arrivals()
     reports = _Reports(params, arrivals, patience)
-    nodes = GradientNodes(len(params), arrivals, reports.on_arrivals, reports.on_large, reports.on_undefined)
-    if hears_all:
-        nodes.hear_all()
+    nodes = GradientNodes(len(params), arrivals, reports.on_arrivals, reports.on_settled, reports.on_undefined)
+    if not hears_all:
+        nodes.hear(frozenset())
     nodes.hook(params, [True] * len(params))
     arrivals.wait_for(patience())
     return nodes, reports
@@ -73,7 +73,7 @@ def test_hooks_write_down_and_report_when_it_is_time(hears_all):
     assert reports.seen == [
         ("small", [6, 5, 4], hears_all),
         ("small", [3, 2, 1], hears_all),
-        ("large", [0, 7], True),
+        ("settled", [0, 7], True),
     ]
     assert nodes is not None
 
@@ -98,7 +98,7 @@ def test_an_undefined_gradient_is_not_written_down(hears_all):
 
 
 def test_a_gradient_that_a_hook_took_is_not_an_undefined_one():
-    """The hook was there before: only one on the node knows that something came."""
+    """The hook was there before: only one on the node knows that something came. It is looked at at once."""
     param = nn.Parameter(torch.ones(1))
 
     def take(param: Tensor) -> None:
@@ -107,7 +107,7 @@ def test_a_gradient_that_a_hook_took_is_not_an_undefined_one():
     param.register_post_accumulate_grad_hook(take)
     nodes, reports = _hooked([param], lambda: 1)
     param.sum().backward()
-    assert reports.seen == [("small", [0], True)]
+    assert reports.seen == [("settled", [0], True)]
     assert nodes is not None
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, raises_everywhere
 from steps import TINY_CAP_MB
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from knownddp import GradientTakenError, KnownDDP, PeerFailedError, RanksDifferError, exchange
 from knownddp.plan import BucketSpec
@@ -279,6 +280,50 @@ def _begins_at_a_late_one(rank: int) -> list[list[float]]:
 def test_a_backward_that_begins_at_a_late_gradient(ranks):
     """x is 1 and 2."""
     assert ranks(2, _begins_at_a_late_one) == [[[1.5] * 2] * 2] * 2
+
+
+class _Twice(nn.Module):
+    """``w`` has two gradients in a backward, v one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.v.sum()
+        for _ in range(2):
+            x = checkpoint(lambda one: one + self.w.sum(), x, use_reentrant=True)
+        return x
+
+
+def _takes_first_of_two(rank: int, hooks_after: int, takes_at: int) -> None:
+    """Rank 0 has the hook after so many steps, and takes the first gradient of w in step ``takes_at``."""
+    _, model = make(_Twice)
+    x = torch.ones((), requires_grad=True)
+    came: list[int] = []
+    step = 0
+
+    def take(param: Tensor) -> None:
+        came.append(step)
+        if rank == 0 and came.count(step) == 1 and step == takes_at:
+            param.grad = None
+
+    for step in range(takes_at + 2):
+        if step == hooks_after:
+            model.module.w.register_post_accumulate_grad_hook(take)
+        model.zero_grad(set_to_none=True)
+        loss = model(x)
+        if step == takes_at:
+            raises_everywhere(loss.backward, GradientTakenError if rank == 0 else PeerFailedError)
+            assert model.module.w.grad is None
+        else:
+            loss.backward()
+            assert [float(p.grad) for p in model.parameters()] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("hooks_after", "takes_at"), [(0, 0), (0, 2), (2, 3)])
+def test_a_hook_that_takes_the_first_of_two_gradients_is_an_error_on_all_ranks(ranks, hooks_after, takes_at):
+    ranks(2, _takes_first_of_two, hooks_after, takes_at)
 
 
 def _takes_late_one(rank: int) -> None:

@@ -56,6 +56,7 @@ class _Rank:
     def __init__(self, script: Script, rank: int, polls: Iterator[bool]) -> None:
         self.script, self.setup, self.rank, self.polls = script, script.setup, rank, polls
         n = self.n = self.setup.num_params
+        self.untold: set[int] = set()
         self.standing: set[int] = set()  # of which a gradient came in this window and was not packed yet
         self.sizes = []
         specs = []
@@ -83,6 +84,9 @@ class _Rank:
         for step in self.script.programs[self.rank]:
             if step.zeroes:
                 self.has_grad = [False] * self.n
+            if step.calls:  # hooks that are not told a gradient see what stands in ``.grad``; others have been there
+                planner = self.machine.planner
+                self.untold = set(range(1, self.n, 2)) - planner.held if planner.has_learnt else set()
             for call in step.calls:
                 if call.synchronises:
                     self.machine.forward_begins()
@@ -184,8 +188,7 @@ class _Rank:
         patience = machine.patience
         for i, defined in firings:
             self.came += 1
-            # Of every other parameter the hook is not told the gradient, but sees what stands in ``.grad``.
-            if not defined and (i % 2 == 0 or i not in self.standing):
+            if not defined and not (i in self.untold and i in self.standing):
                 continue
             self.standing.add(i)
             arrivals.append(i)  # as hooks do
