@@ -49,6 +49,18 @@ class Scales(nn.Module):
         return total
 
 
+class Withholds(torch.autograd.Function):
+    """``Withholds.apply(x)`` is x; what its backward gives is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class Fails(torch.autograd.Function):
     """``Fails.apply(x)`` is x; its backward raises ArithmeticError."""
 

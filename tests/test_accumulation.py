@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Scales, assert_grads, inputs, make, mean_grads
+from models import Scales, Withholds, assert_grads, inputs, make, mean_grads
 from steps import (
     declares,
     grads_of,
@@ -291,18 +291,6 @@ def test_what_the_last_window_brought_is_not_taken_for_local(ranks):
     assert ranks(2, _told_one_by_one) == [[[18.0, float(rank)]] * 2 for rank in range(2)]
 
 
-class _Withholds(torch.autograd.Function):
-    """Its gradient is undefined."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 class _Sometimes(Scales):
     """What it returns cannot be looked into if ``hides``."""
 
@@ -326,7 +314,7 @@ def _undefined_locally(rank: int, may_wait: bool) -> list[float]:
     b.grad = torch.tensor(float(rank))
     with model.no_sync():
         loss = model(x, use="a")
-    (loss + _Withholds.apply(b) + large.sum()).backward()
+    (loss + Withholds.apply(b) + large.sum()).backward()
     model(x, use="a").backward()
     return [float(a.grad), float(b.grad), float(large.grad[0])]
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import combine, flags, machine
+from models import Withholds
 from strategies import examples, limits, specs_and_order
 from torch import Tensor, nn
 
@@ -78,21 +79,11 @@ def test_hooks_write_down_and_report_when_it_is_time(hears_all):
     assert nodes is not None
 
 
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> None:
-        return None
-
-
 @pytest.mark.parametrize("hears_all", [False, True])
 def test_an_undefined_gradient_is_not_written_down(hears_all):
     params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     nodes, reports = _hooked(params, lambda: 1, hears_all=hears_all)
-    (_Nothing.apply(params[0]) + params[1]).backward()
+    (Withholds.apply(params[0]) + params[1]).backward()
     assert sorted(reports.seen) == [("small", [1], hears_all), ("undefined", [0], False)]
     assert nodes is not None
 

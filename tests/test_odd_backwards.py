@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Scales, Skippable, assert_grads, inputs, make, mean_grads, raises_everywhere
+from models import Scales, Skippable, Withholds, assert_grads, inputs, make, mean_grads, raises_everywhere
 from steps import TINY_CAP_MB
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -167,18 +167,6 @@ def test_a_loss_left_aside_by_forward_is_averaged(ranks, keep):
     ranks(2, _aside, keep)
 
 
-class _Withholds(torch.autograd.Function):
-    """Its gradient is undefined."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 def _unseen_and_failing(rank: int, stood: float | None, create_graph: bool, drops: bool) -> float | None:
     """What is in the first ``.grad`` after a backward that no output told of, and that raises at the second."""
     _, model = make(lambda: Scales("a", "b"))
@@ -215,7 +203,7 @@ def _undefined_and_unseen(rank: int) -> list[float]:
     x = torch.tensor(float(rank + 1))
     a.grad, b.grad = torch.tensor(5.0), torch.tensor(6.0)
     pending = model(x, "a b")
-    (_Withholds.apply(a) + _Withholds.apply(b)).backward()
+    (Withholds.apply(a) + Withholds.apply(b)).backward()
     assert model.stats().backwards_finished == 0
     pending.backward()
     return [float(a.grad), float(b.grad)]
