@@ -8,9 +8,10 @@ is called before this one may take the gradient away, which is then not to be to
 comes twice in a backward, as anything may in the first, a hook may take one gradient, whose place the next one fills.
 
 Two things are not known that a node's hook would know. A gradient that is undefined after another came in the same
-backward (reentrant checkpoints can have it) passes for a second one. And the first backward that begins at a parameter
-though its forward had an output to tell: if a gradient stood there, autograd added to it in place, and the backward
-raises, the sum stays there. From then on all are told.
+backward (reentrant checkpoints can have it) passes for a second one; so hooks are told where the graph is promised to
+be static, as that would be another one. And the first backward that begins at a parameter though its forward had an
+output to tell: if a gradient stood there, autograd added to it in place, and the backward raises, the sum stays there.
+From then on all are told.
 """
 
 from __future__ import annotations

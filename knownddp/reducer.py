@@ -184,7 +184,8 @@ class Reducer(Closing, StockReducer):
             self.may_wait = False
             self.nodes.hear_all()
         if self.window is None:  # else a parameter could have two hooks at once
-            self.nodes.hear(self.planner.held if self.planner.has_learnt else None)
+            tells_some = self.planner.has_learnt and not self.history.is_promised
+            self.nodes.hear(self.planner.held if tells_some else None)
         self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:

@@ -86,7 +86,8 @@ class _Rank:
                 self.has_grad = [False] * self.n
             if step.calls:  # hooks that are not told a gradient see what stands in ``.grad``; others have been there
                 planner = self.machine.planner
-                self.untold = set(range(1, self.n, 2)) - planner.held if planner.has_learnt else set()
+                tells_some = planner.has_learnt and not self.setup.is_static
+                self.untold = set(range(1, self.n, 2)) - planner.held if tells_some else set()
             for call in step.calls:
                 if call.synchronises:
                     self.machine.forward_begins()
