@@ -46,6 +46,7 @@ class Closing(Filling):
     last_error: str  # for logging data
     _warned_of_dispute = False
     _warned_of_late: set[int]  # which parameters
+    _comes_again: set[int]  # parameters that had several gradients in some backward
 
     @property
     def hook_name(self) -> str:
@@ -100,6 +101,7 @@ class Closing(Filling):
         graph = self._graph_of(window)
         changed = window.has_graph and not failed and self.history.breaks_promise(graph)
         closed = self.combine(protocol.close(self._promised(window), failed=failed, changed=changed))
+        self._comes_again.update(graph.repeated)
         try:
             yield closed
         except Exception as lost:

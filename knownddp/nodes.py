@@ -5,20 +5,20 @@ what came. A hook on the parameter itself is called a moment earlier and is not 
 gradients are small. Such have it, on the CPU, as long as it will do: RPC's autograd calls hooks of nodes alone; where
 outputs do not tell of a backward before it reaches a parameter the gradient that begins it must be known; a hook that
 is called before this one may take the gradient away, which is then not to be told from an undefined one; and of what
-comes twice in a backward, as anything may in the first, a hook may take one gradient, whose place the next one fills.
+comes twice in a backward (reentrant checkpoints have it) a hook may take one gradient, whose place the next one fills.
 
-Two things are not known that a node's hook would know. A gradient that is undefined after another came in the same
-backward (reentrant checkpoints can have it) passes for a second one; so hooks are told where the graph is promised to
-be static, as that would be another one. And the first backward that begins at a parameter though its forward had an
-output to tell: if a gradient stood there, autograd added to it in place, and the backward raises, the sum stays there.
-From then on all are told.
+Three things are not known that a node's hook would know. A gradient that is undefined after another came in the same
+backward passes for a second one; so hooks are told where the graph is promised to be static, as that would be another
+one. The first time that a parameter comes twice it is not noticed if a hook, put there later, takes the first of them.
+And the first backward that begins at a parameter though its forward had an output to tell: if a gradient stood there,
+autograd added to it in place, and the backward raises, the sum stays there. From then on all are told.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class GradientNodes:
         self._is_current = [False] * num_params
         self._is_untold = [False] * num_params  # their hooks are on the parameter itself
         self._hooked: list[bool] | None = None  # the trainable ones at the last call of ``hook`` that went through
-        self._told: Set[int] | None = None  # of which parameters the gradient must be known; None: of all
+        self._told: Set[int] | None = frozenset()  # of which parameters the gradient must be known; None: of all
         self._hears_all = False
 
     @property
@@ -70,8 +70,8 @@ class GradientNodes:
         """Whether hooks on parameters may have it that are not told the gradient."""
         return self._told is not None
 
-    def hear(self, which: Set[int] | None) -> None:
-        """From the next call of ``hook`` on be told what comes of these parameters; None, and at first: of all."""
+    def hear(self, which: Collection[int] | None) -> None:
+        """From the next call of ``hook`` on be told what comes of these parameters; None: of all."""
         which = None if self._hears_all or which is None else frozenset(which)
         if which != self._told:
             self._told = which

@@ -85,7 +85,7 @@ class Reducer(Closing, StockReducer):
         self.divisor = comm.world_size  # ranks that take part; fewer where join() is told to count them
         self.debt: Callable[[], Debt | None] = lambda: None  # what is owed in the running join context
         self.last_error = ""
-        self._warned_of_late = set()
+        self._warned_of_late, self._comes_again = set(), set()
         self._agreement = agreement
         self.number = next(_numbers)
         # Hooks run on an engine thread for each device, and so may the end of a backward that raised.
@@ -108,6 +108,7 @@ class Reducer(Closing, StockReducer):
         self._local: Callable[[], LocalBackward | None] = _no_backward
         self._stood: Standing | None = None  # at the last forward, until a backward of one begins
         self.sync_next = self._is_off = False
+        self.nodes.hear(None if static_graph else ())
         self.nodes.hook(params.live, params.trainable)
         _reducers[self.number] = self
 
@@ -184,8 +185,7 @@ class Reducer(Closing, StockReducer):
             self.may_wait = False
             self.nodes.hear_all()
         if self.window is None:  # else a parameter could have two hooks at once
-            tells_some = self.planner.has_learnt and not self.history.is_promised
-            self.nodes.hear(self.planner.held if tells_some else None)
+            self.nodes.hear(self._comes_again if not self.history.is_promised else None)
         self.nodes.hook(self.params.live, self.params.trainable)
 
     def forward_ends(self, record: ForwardRecord, output: object) -> None:

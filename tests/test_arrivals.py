@@ -49,8 +49,8 @@ def _hooked(params: Sequence[nn.Parameter], patience: Callable[[], int], *, hear
     arrivals = Arrivals()
     reports = _Reports(params, arrivals, patience)
     nodes = GradientNodes(len(params), arrivals, reports.on_arrivals, reports.on_settled, reports.on_undefined)
-    if not hears_all:
-        nodes.hear(frozenset())
+    if hears_all:
+        nodes.hear(None)
     nodes.hook(params, [True] * len(params))
     arrivals.wait_for(patience())
     return nodes, reports

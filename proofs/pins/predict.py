@@ -57,6 +57,7 @@ class _Rank:
         self.script, self.setup, self.rank, self.polls = script, script.setup, rank, polls
         n = self.n = self.setup.num_params
         self.untold: set[int] = set()
+        self.again: set[int] = set()  # parameters that had several gradients in a backward
         self.standing: set[int] = set()  # of which a gradient came in this window and was not packed yet
         self.sizes = []
         specs = []
@@ -85,9 +86,7 @@ class _Rank:
             if step.zeroes:
                 self.has_grad = [False] * self.n
             if step.calls:  # hooks that are not told a gradient see what stands in ``.grad``; others have been there
-                planner = self.machine.planner
-                tells_some = planner.has_learnt and not self.setup.is_static
-                self.untold = set(range(1, self.n, 2)) - planner.held if tells_some else set()
+                self.untold = set(range(1, self.n, 2)) - self.again if not self.setup.is_static else set()
             for call in step.calls:
                 if call.synchronises:
                     self.machine.forward_begins()
@@ -217,6 +216,7 @@ class _Rank:
         machine = self.machine
         self._launch(machine.plan, machine.end())
         fired, repeated = machine.fired()
+        self.again.update(repeated)
         graph = ({i for i in range(self.n) if fired[i]} | undefined, repeated, fired)
         is_changed = self.setup.is_static and self.first_graph is not None and graph[:2] != self.first_graph[:2]
         promised: set[int] = set()
