@@ -55,7 +55,10 @@ class Arrivals:
         return note, hook
 
     def notes(self, param: Tensor) -> bool:
-        """Write down one whose gradient is settled, if it need not be looked at now: no bucket can be full yet."""
+        """Write down one whose gradient is settled, if it need not be looked at now: no bucket can be full yet.
+
+        Two are left where one is: the other is that after which a gradient that is not settled would be.
+        """
         if self._patience[0] <= 2:
             return False
         self._came.append(param)

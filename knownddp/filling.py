@@ -109,24 +109,24 @@ class Filling:
             came = local.stood.written(came) if local is not None else came
             came = [i for i in came if self._begins_or_stays(i, grad if self.params.live[i] is newest else None)]
         window = self.window
-        if window is None or (window.outcome is not None and window.outcome.fault is not None):
+        if window is None or window.has_fault:
             return
         if window.gradients.elsewhere:
             came = [i for i in came if i not in window.gradients.elsewhere]
         launch = self.protocol.ready(*came, is_over=is_over) if came else ()
         if launch:
             self.launch(window, launch)
-        if window.opening is not None and self.may_look_at_opening(window.opening, newest if is_over else None):
+        if window.opening is not None and self.may_look_at_opening(window.opening, is_at_hand=is_over):
             self.look_at_opening(window)
 
-    def may_look_at_opening(self, opening: Combination, large: Tensor | None) -> bool:
-        """Whether to look at OPEN: a bucket may go then, or the gradient of ``large`` be packed; and it is there.
+    def may_look_at_opening(self, opening: Combination, *, is_at_hand: bool) -> bool:
+        """Whether to look at OPEN: a bucket may go then, or the gradient that is at hand be packed; and it is there.
 
         In program order all ranks look at the same gradient, to launch there: they wait for it.
         """
         if self.protocol.in_program_order:
             return self.protocol.wants_opening
-        return (self.protocol.wants_opening or large is not None) and opening.is_completed()
+        return (self.protocol.wants_opening or is_at_hand) and opening.is_completed()
 
     def look_at_opening(self, window: Window, *, launches: bool = True) -> None:
         """OPEN has come back, or must be waited for."""
@@ -158,7 +158,7 @@ class Filling:
         So do those whose hooks on nodes did not run, as their parameters were cast and cast back since.
         """
         came = [i for i in self.params.indices_of(self.arrivals.take()) if i not in window.gradients.elsewhere]
-        if window.outcome is not None and window.outcome.fault is not None:
+        if window.has_fault:
             return
         self.protocol.last(came)
         unhooked = window.gradients.unhooked() if not failed else ()

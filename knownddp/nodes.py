@@ -65,10 +65,11 @@ class GradientNodes:
         self._told: Set[int] | None = frozenset()  # of which parameters the gradient must be known; None: of all
         self._hears_all = False
 
-    @property
-    def are_untold(self) -> bool:
-        """Whether hooks on parameters may have it that are not told the gradient."""
-        return self._told is not None
+    def untold(self, live: Sequence[nn.Parameter | None]) -> list[nn.Parameter | None] | None:
+        """The parameters whose hooks are not told the gradient, None in place of others; None if there are none."""
+        if self._told is None or not any(self._is_untold):
+            return None
+        return [param if is_untold else None for param, is_untold in zip(live, self._is_untold, strict=True)]
 
     def hear(self, which: Collection[int] | None) -> None:
         """From the next call of ``hook`` on be told what comes of these parameters; None: of all."""
@@ -134,9 +135,11 @@ class GradientNodes:
             elif (alive := on_settled()) is not None:  # each time, as it may be packed at once
                 alive(param, grad)
 
+        by_size = hook_of_middle if param.nbytes >= EAGER_BYTES else hook
+
         def hook_on_stream(inputs: object, grads: Sequence[Tensor | None]) -> None:
             streams[param_index] = torch.accelerator.current_stream(device)
-            (hook_of_middle if param.nbytes >= EAGER_BYTES else hook)(inputs, grads)
+            by_size(inputs, grads)
 
         def hook_of_large(inputs: object, grads: Sequence[Tensor | None]) -> None:
             users[param_index] = users_in_hook(param, grads)
@@ -150,7 +153,7 @@ class GradientNodes:
         if param.nbytes >= ALONE_BYTES:
             usual_references_to_arrived()  # while no backward runs
             return hook_of_large
-        return hook_of_middle if param.nbytes >= EAGER_BYTES else hook
+        return by_size
 
     def remove(self) -> None:
         """Take all hooks off. The nodes are kept: a hook may be running on one."""

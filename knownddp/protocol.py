@@ -83,7 +83,7 @@ NEXT: Final = {
 
 
 class WindowProtocol:
-    """The machine. Call ``begin``, ``opened``, ``ready``s, ``end``, ``close``, ``closed``, ``settled``.
+    """The machine. Call ``begin``, ``opened``, ``ready``s, ``last``, ``end``, ``close``, ``closed``, ``settled``.
 
     ``ready`` may come before ``opened``; see [Note: guess].
     """

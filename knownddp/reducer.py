@@ -106,7 +106,7 @@ class Reducer(Closing, StockReducer):
         self.forwards_begun = 0
         self.touched_locally: set[int] = set()  # by unsynchronised backwards, since the last window
         self._local: Callable[[], LocalBackward | None] = _no_backward
-        self._stood: Standing | None = None  # at the last forward, until a backward of one begins
+        self._stood: Standing | None = None  # at the last forward's end, until a backward of one begins
         self.sync_next = self._is_off = False
         self.nodes.hear(None if static_graph else ())
         self.nodes.hook(params.live, params.trainable)
@@ -168,8 +168,6 @@ class Reducer(Closing, StockReducer):
         self.optimizers.adopt(self.params.live)
         self.forwards_begun += 1
         self._read_params()
-        if self.nodes.are_untold:
-            self._stood = Standing(self.params.live)
         trainable = self.params.trainable
         return self.forwards.begin(declared, trainable, synchronises=synchronises and any(trainable))
 
@@ -195,6 +193,9 @@ class Reducer(Closing, StockReducer):
             record.trainable = self.params.trainable
         expects_backward = torch.is_grad_enabled() and any(record.trainable) and not self._is_off
         self.forwards.end(record, is_over=not expects_backward)
+        if self.window is None:
+            untold = self.nodes.untold(self.params.live) if expects_backward else None
+            self._stood = Standing(untold) if untold is not None else None
         if expects_backward and self.forwards.watch(output, record):
             self._hear_all()
 
@@ -260,7 +261,6 @@ class Reducer(Closing, StockReducer):
         self.times.mark("backward_begun")
         self._count_local()
         self._local = _no_backward
-        self.arrivals.take()  # of a backward whose end was never noticed
         self._stood = None  # it would keep memory
         self.sync_next = False
         at_parameter = stood_before is not None
@@ -281,7 +281,7 @@ class Reducer(Closing, StockReducer):
             self._open(window, expected, nested=nested, guessed=guessed)
         if nested or self.protocol.agreement is not Agreement.UNION:
             self.look_at_opening(window)
-            if window.outcome is not None and window.outcome.fault is not None:  # raised now, while nothing was sent
+            if window.has_fault:  # raised now, while nothing was sent
                 run(self.closing_steps(window, failed=False))
         self._renew_patience()
 
@@ -310,6 +310,7 @@ class Reducer(Closing, StockReducer):
         self, window: Window, expected: bytes, *, nested: bool = False, guessed: bool = False, silent: bool = False
     ) -> None:
         """Send OPEN."""
+        self.arrivals.take()  # of a backward whose end was never noticed
         self.buffers.exchange(apply=False)
         # Joined ranks cannot know declarations that nobody tells them.
         trusts = self._agreement is Agreement.TRUST

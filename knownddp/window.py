@@ -36,6 +36,11 @@ class Window:
     outcome: Opening | None = None
     undefined: set[int] = field(default_factory=set)  # parameters whose gradient was undefined on this rank
 
+    @property
+    def has_fault(self) -> bool:
+        """Whether OPEN is known to be an error."""
+        return self.outcome is not None and self.outcome.fault is not None
+
 
 @dataclass(slots=True)
 class Debt:

@@ -55,6 +55,27 @@ def _skipping(rank: int, skip: tuple[int, ...]) -> Callable[[nn.Module, int, int
 # -- used again
 
 
+def _validates(rank: int, no_grad: bool) -> bool:
+    """Whether a gradient that was dropped after a forward without a backward is gone."""
+    _, model = make()
+    model(inputs(rank, 5, 3, seed=0)).square().mean().backward()
+    first = next(iter(model.parameters()))
+    gone = weakref.ref(first.grad)
+    with torch.set_grad_enabled(not no_grad):
+        model(inputs(rank, 5, 3, seed=1))
+    if not no_grad:
+        with torch.no_grad():
+            model(inputs(rank, 5, 3, seed=1))
+    model.zero_grad(set_to_none=True)
+    model.reducer.pool.clear()
+    return gone() is None
+
+
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_a_forward_without_a_backward_keeps_no_gradient(ranks, no_grad):
+    assert ranks(1, _validates, no_grad) == [True]
+
+
 def _zeroes_late(rank: int) -> list[bool]:
     """Gradients are dropped between a forward and its backward: whether their memory is used again."""
     _, model = make()

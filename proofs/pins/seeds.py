@@ -159,7 +159,7 @@ SEEDS: Final = (
     Seed(
         "a hook waits for OPEN where it should look",
         "knownddp/filling.py",
-        "return (self.protocol.wants_opening or large is not None) and opening.is_completed()",
+        "return (self.protocol.wants_opening or is_at_hand) and opening.is_completed()",
         "return self.protocol.wants_opening",
         ("P2", "P4"),
     ),
