@@ -59,8 +59,8 @@ class KnownDDP(LifeCycle):
         init_sync: check that ranks hold the same model and start from rank 0's values. False: the caller vouches for
             both, and the constructor issues no collective.
         process_group: the ranks to average over; default all.
-        bucket_cap_mb: bucket size in MiB; default 4, 8, 16 and then 25 over gloo, elsewhere 1 and then 25.
-            A parameter of 4 MiB or more is a bucket of its own.
+        bucket_cap_mb: bucket size in MiB; default 4, 8, 16 and then 25 over gloo (1, 2, 8, 16 and then 25 for a
+            model of 16 MiB or more), elsewhere 1 and then 25. A parameter of 4 MiB or more is a bucket of its own.
         find_unused_parameters: ask the autograd engine at the start of each backward which parameters it will reach.
             What no rank reaches is not sent. Nothing needs to be declared.
         gradient_as_bucket_view: accepted; gradients are views of the reduced buckets either way, except that a tensor
@@ -125,7 +125,6 @@ class KnownDDP(LifeCycle):
             self._options = gather_options(
                 device=choose_device(module, device_ids, output_device),
                 placement=choose_placement(module, device_ids, output_device),
-                backend=comm.backend,
                 broadcast_buffers=broadcast_buffers,
                 forward_sync_buffers=forward_sync_buffers,
                 bucket_cap_mb=bucket_cap_mb,
@@ -164,9 +163,10 @@ class KnownDDP(LifeCycle):
             self.device_mesh = device_mesh
         self._describe_places(params)
         # What stock says of itself; its default is 25 MiB over any backend.
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
-        self.bucket_bytes_cap = DEFAULT_CAP_BYTES if self.bucket_bytes_cap_default else max(self._options.cap_bytes)
-        self.bucket_bytes_cap_list = list(self._options.cap_bytes) if bucket_cap_mb_list else []
+        cap_bytes = self._options.cap_bytes
+        self.bucket_bytes_cap_default = cap_bytes is None
+        self.bucket_bytes_cap = max(cap_bytes or (DEFAULT_CAP_BYTES,))
+        self.bucket_bytes_cap_list = list(cap_bytes or ()) if bucket_cap_mb_list else []
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._agreed_strides: Sequence[tuple[int, ...]] = ()

@@ -18,7 +18,7 @@ from .errors import InternalError, ModelError, PeerError
 from .interface import StockInterface
 from .join import UnevenInputs
 from .logging_data import LoggingData, describe
-from .options import Options
+from .options import Options, default_cap_bytes
 from .params import NOTHING, ManagedParams
 from .precision import LowPrecision
 from .reducer import Reducer
@@ -91,7 +91,7 @@ class LifeCycle(StockInterface):
             params,
             comm,
             self._buffer_sync,
-            limits=options.cap_bytes,
+            limits=options.cap_bytes or default_cap_bytes(comm.backend, params.nbytes()),
             agreement=options.agreement,
             find_unused=options.find_unused_parameters,
             static_graph=self.static_graph,

@@ -25,9 +25,11 @@ MIB = 2**20
 # DistributedDataParallel's: a small first bucket starts the wire early, later ones amortise latency.
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
-# Over gloo: a first one that soon keeps a slow link busy, and few in all, as each takes turns of gloo's threads. When
-# one is through on a slow link, the next one is ready.
+# Over gloo few in all, as each takes turns of its threads. Those of a large model begin small: a slow link is busy
+# soon, and when one is through there the next one is ready.
 GLOO_CAP_BYTES = (4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB)
+GLOO_LARGE_MODEL_BYTES = 16 * MIB
+GLOO_LARGE_MODEL_CAP_BYTES = (1 * MIB, 2 * MIB, 8 * MIB, 16 * MIB, 25 * MIB)
 
 STATIC_FINDS = (
     "find_unused_parameters=True does nothing beside static_graph=True: the first backward shows which parameters are "
@@ -51,7 +53,7 @@ class Options:
     placement: Placement | None  # of replicas inside this process; None: the module runs as it is
     init_sync_buffers: bool
     forward_sync_buffers: bool
-    cap_bytes: tuple[int, ...]
+    cap_bytes: tuple[int, ...] | None  # None: ``default_cap_bytes``
     find_unused_parameters: bool
     static_graph: bool
     delayed: tuple[str, ...]  # names of parameters that are launched only when the backward is over
@@ -65,7 +67,7 @@ class Options:
         return {
             "init_sync_buffers": self.init_sync_buffers,
             "forward_sync_buffers": self.forward_sync_buffers,
-            "bucket_cap_mb": tuple(cap / MIB for cap in self.cap_bytes),
+            "bucket_cap_mb": tuple(cap / MIB for cap in self.cap_bytes) if self.cap_bytes else None,
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "delay_all_reduce_named_params": self.delayed,
@@ -80,7 +82,6 @@ def gather_options(
     *,
     device: torch.device | None,
     placement: Placement | None,
-    backend: str,
     broadcast_buffers: bool | None,
     forward_sync_buffers: bool | None,
     bucket_cap_mb: float | None,
@@ -130,7 +131,7 @@ def gather_options(
         placement=placement,
         init_sync_buffers=old if forward_sync_buffers is None else True,
         forward_sync_buffers=old if forward_sync_buffers is None else forward_sync_buffers,
-        cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list, backend),
+        cap_bytes=_cap_bytes(bucket_cap_mb, bucket_cap_mb_list),
         find_unused_parameters=find_unused_parameters,
         static_graph=static_graph,
         delayed=tuple(name for name, _ in delay_all_reduce_named_params or ()),
@@ -141,17 +142,17 @@ def gather_options(
     )
 
 
-def default_cap_bytes(backend: str) -> tuple[int, ...]:
-    """Limits where none are given, by the name of the group's backend."""
-    return GLOO_CAP_BYTES if backend == "gloo" else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
+def default_cap_bytes(backend: str, param_bytes: int) -> tuple[int, ...]:
+    """Limits where none are given, by the name of the group's backend and the size of the model."""
+    if backend != "gloo":
+        return DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
+    return GLOO_CAP_BYTES if param_bytes < GLOO_LARGE_MODEL_BYTES else GLOO_LARGE_MODEL_CAP_BYTES
 
 
-def _cap_bytes(
-    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, backend: str
-) -> tuple[int, ...]:
-    """Limits in bytes: the first for the first bucket and so on, the last one for all others."""
+def _cap_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...] | None:
+    """Limits in bytes: the first for the first bucket and so on, the last one for all others. None: none are given."""
     if bucket_cap_mb is None and not bucket_cap_mb_list:
-        return default_cap_bytes(backend)
+        return None
     caps = list(bucket_cap_mb_list) if bucket_cap_mb_list else [bucket_cap_mb]
     if not all(cap is not None and 0 < cap < math.inf for cap in caps):
         name = "bucket_cap_mb_list" if bucket_cap_mb_list else "bucket_cap_mb"

@@ -190,3 +190,18 @@ MIB = 2**20
 def test_buckets_have_the_sizes_that_were_asked_for(ranks, options, wanted):
     """A parameter has 4 bytes; the last size of a list repeats."""
     assert ranks(2, _sizes, options) == [wanted] * 2
+
+
+def _default_sizes(rank: int, num_layers: int) -> list[int]:
+    model = KnownDDP(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers))))
+    seen = _travels(model)
+    for _ in range(2):
+        seen.clear()
+        model(torch.ones(1, 256)).sum().backward()
+    return list(map(len, seen))
+
+
+@pytest.mark.parametrize(("num_layers", "wanted"), [(63, [16, 32, 15]), (64, [4, 8, 32, 20])])
+def test_the_first_buckets_of_a_large_model_are_small(ranks, num_layers, wanted):
+    """A layer has 256 KiB. Below 16 MiB buckets have 4, 8 and 16 MiB, from there on 1, 2, 8 and 16."""
+    assert ranks(2, _default_sizes, num_layers) == [wanted] * 2

@@ -30,7 +30,6 @@ from knownddp.options import default_cap_bytes
 
 MIB = 2**20
 DDP_CAPS = (1 * MIB, 25 * MIB)
-KNOWN_CAPS = default_cap_bytes("gloo")
 PARAMS_A_LAYER = 12  # of a transformer encoder layer
 CLUSTER = (2, 8, 64, 512, 4096)
 SENDING_S = 5e-6  # o: seconds of the processor for one message that gloo sends, assumed
@@ -127,7 +126,7 @@ def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int, whic
     num_params = len(sizes_of(run, used=False))
     if name.startswith("known"):
         agreement = 0 if name == "known-trust" else HEADER_BYTES + num_params
-        used = buckets(sizes_of(run, used=True), KNOWN_CAPS)
+        used = buckets(sizes_of(run, used=True), default_cap_bytes("gloo", run["param_bytes"]))
         return step(forward, backward, used, link, world_size, agreement_bytes=agreement, swaps=name != "known-shared")
     if name in ("ddp", "ddp-runs-all", "times-zero", "zero-function", "ddp-view", "ddp-view-kept", "ddp-batched"):
         return step(forward, backward, buckets(sizes_of(run, used=False)), link, world_size)
