@@ -118,9 +118,10 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def backends(group: dist.ProcessGroup) -> list[str]:
-    """The backend of each device type that ``group`` serves."""
-    return [part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")]
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of each device type that ``group`` serves, whether it was named at ``init_process_group`` or not."""
+    parts = (part.rpartition(":") for part in dist.get_backend_config(group).split(","))
+    return {device_type: backend for device_type, _, backend in parts}
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -68,7 +68,7 @@ class Collectives:
         self._own_group = self._wants_own_group and is_cloneable(parent)
         # Sums over one rank are what they are sums of. A group written in Python may do more (count, note, raise).
         self._is_alone = self.world_size == 1 and is_cloneable(parent)
-        self._is_own_gloo = self._own_group and set(private.backends(parent)) == {"gloo"}
+        self._is_own_gloo = self._own_group and set(private.backends(parent).values()) == {"gloo"}
 
     @property
     def follows_program_order(self) -> bool:
@@ -81,8 +81,13 @@ class Collectives:
 
     @property
     def backend(self) -> str:
-        """The parent's."""
+        """The parent's, as ``torch.distributed.get_backend`` names it."""
         return dist.get_backend(self.parent) if private.is_registered(self.parent) else self.parent.name()
+
+    def backend_for(self, device_type: str) -> str:
+        """The parent's for tensors on such devices; the parent's own name if it does not tell."""
+        by_type = private.backends(self.parent) if private.is_registered(self.parent) else {}
+        return by_type.get(device_type, self.backend)
 
     def _data_lane(self) -> dist.ProcessGroup:
         """The first call on a rank makes it, and is collective over ``parent``; likewise for the control lane."""
@@ -218,6 +223,9 @@ class Alone(Collectives):
             "a wrapper that was made without a process group cannot be given one.\nFix: wrap the module again."
         )
 
+    def backend_for(self, device_type: str) -> str:
+        return self.backend
+
     def retire(self) -> None:
         """Nothing was made."""
 
@@ -280,6 +288,6 @@ def destroy_retired() -> None:
     while _retired:
         group = _retired.pop()
         # Only gloo groups: destroying an NCCL communicator may itself wait for peers.
-        if private.is_registered(group) and set(private.backends(group)) == {"gloo"}:
+        if private.is_registered(group) and set(private.backends(group).values()) == {"gloo"}:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)

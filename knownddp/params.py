@@ -232,10 +232,6 @@ class ManagedParams:
         """Which of the parameters that were read require a gradient by now."""
         return self.trainable if self._look_alike(*self.live) else trainable_of(self.live)
 
-    def nbytes(self) -> int:
-        """Of all parameters."""
-        return sum(param.nbytes for param in self.live if param is not None)
-
     def are_on_one_device(self) -> bool:
         """Whether the engine runs the hooks of all of them on one thread."""
         return COUNTS_TELL and len({spec.key.device for spec in self.specs}) == 1

@@ -376,9 +376,9 @@ def test_a_group_is_registered_until_it_is_destroyed():
 
 @pytest.mark.usefixtures("_process_group")
 def test_the_backends_of_a_group_are_those_of_all_its_devices():
-    assert set(private.backends(private.default_group())) == {"gloo"}
+    assert private.backends(private.default_group()) == {"cpu": "gloo", "cuda": "gloo"}
     mixed = dist.new_group([0], backend="cpu:gloo,meta:fake")
-    assert sorted(private.backends(mixed)) == ["fake", "gloo"]
+    assert private.backends(mixed) == {"cpu": "gloo", "meta": "fake"}
     dist.destroy_process_group(mixed)
 
 

@@ -192,8 +192,9 @@ def test_buckets_have_the_sizes_that_were_asked_for(ranks, options, wanted):
     assert ranks(2, _sizes, options) == [wanted] * 2
 
 
-def _default_sizes(rank: int, num_layers: int) -> list[int]:
-    model = KnownDDP(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers))))
+def _default_sizes(rank: int, num_layers: int, backend: str) -> list[int]:
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
+    model = KnownDDP(layers, process_group=dist.new_group(backend=backend))
     seen = _travels(model)
     for _ in range(2):
         seen.clear()
@@ -201,7 +202,10 @@ def _default_sizes(rank: int, num_layers: int) -> list[int]:
     return list(map(len, seen))
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "undefined"])
 @pytest.mark.parametrize(("num_layers", "wanted"), [(63, [16, 32, 15]), (64, [4, 8, 32, 20])])
-def test_the_first_buckets_of_a_large_model_are_small(ranks, num_layers, wanted):
-    """A layer has 256 KiB. Below 16 MiB buckets have 4, 8 and 16 MiB, from there on 1, 2, 8 and 16."""
-    assert ranks(2, _default_sizes, num_layers) == [wanted] * 2
+def test_over_gloo_the_first_buckets_of_a_large_model_are_small(ranks, backend, num_layers, wanted):
+    """A layer has 256 KiB. Below 16 MiB buckets have 4, 8 and 16 MiB, from there on 1, 2, 8 and 16. The backend is
+    "undefined" where ``init_process_group`` was told none.
+    """
+    assert ranks(2, _default_sizes, num_layers, backend) == [wanted] * 2

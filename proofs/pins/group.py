@@ -246,8 +246,8 @@ class _JoinsDist(Passing):
 class _Private(Passing):
     """What ``knownddp.comm`` asks of a group."""
 
-    def backends(self, group: object) -> list[str]:
-        return ["gloo"]
+    def backends(self, group: object) -> dict[str, str]:
+        return {"cpu": "gloo"}
 
     def is_registered(self, group: object) -> bool:
         return False
