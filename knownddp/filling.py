@@ -111,8 +111,7 @@ class Filling:
         window = self.window
         if window is None or window.has_fault:
             return
-        if window.gradients.elsewhere:
-            came = [i for i in came if i not in window.gradients.elsewhere]
+        came = window.gradients.own(came)
         launch = self.protocol.ready(*came, is_over=is_over) if came else ()
         if launch:
             self.launch(window, launch)
@@ -157,10 +156,10 @@ class Filling:
 
         So do those whose hooks on nodes did not run, as their parameters were cast and cast back since.
         """
-        came = [i for i in self.params.indices_of(self.arrivals.take()) if i not in window.gradients.elsewhere]
+        came = self.params.indices_of(self.arrivals.take())
         if window.has_fault:
             return
-        self.protocol.last(came)
+        self.protocol.last(window.gradients.own(came))
         unhooked = window.gradients.unhooked() if not failed else ()
         if unhooked:
             self.protocol.last(unhooked)

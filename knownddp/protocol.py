@@ -103,7 +103,7 @@ class WindowProtocol:
         self._ones = int.from_bytes(b"\1" * num_params, "little")
         self._no_plan = BucketPlan(num_params, ())
         self.arrived = bytearray(num_params)  # a byte for each parameter, 1 once a gradient came in the running window
-        self.left: list[int] = []  # how many gradients each bucket waits for
+        self._left: list[int] = []  # how many gradients each bucket waits for
         self._since_forward = 0  # the CLOSE lanes of windows that went well since the last forward, ORed
         self._reset()
 
@@ -220,10 +220,10 @@ class WindowProtocol:
         """Plan a set, and count what this rank will not contribute to: [Note: guess]."""
         self.agreed = agreed
         plan = self.plan = self.planner.plan(agreed)
-        self.left = list(plan.sizes)
+        self._left = list(plan.sizes)
         if self._expected != agreed:
             missing = Counter(plan.bucket_of[i] for i in plan.members if not self._expected[i])
-            self.left = [size - missing[bucket] for bucket, size in enumerate(plan.sizes)]
+            self._left = [size - missing[bucket] for bucket, size in enumerate(plan.sizes)]
 
     def _start_again(self, agreed: bytes) -> None:
         """The set is not the one that was guessed: count anew what has come."""
@@ -239,10 +239,9 @@ class WindowProtocol:
 
         ``is_over``: nothing else happens to the last of them.
         """
-        if self.phase is not Phase.REDUCING and self.phase is not Phase.OPENING:
-            raise InternalError(f"a gradient came in phase {self.phase.name}")
-        self._count(param_indices)
-        self._last = NOT_PLACED if is_over else param_indices[-1]
+        self.last(param_indices)
+        if not is_over:
+            self._last = param_indices[-1]
         launch = self._filled()
         if self.phase is Phase.OPENING:
             self.wants_opening = bool(launch)
@@ -267,11 +266,11 @@ class WindowProtocol:
             return LOOK_EVERY
         if self._next == len(self.plan.buckets) or self.plan.buckets[self._next].is_held or self._waits_for_end:
             return ENDLESS
-        return self.left[self._next] + 1
+        return self._left[self._next] + 1
 
     def _count(self, param_indices: Sequence[int]) -> None:
         """Note gradients, in the order they came."""
-        arrived, left, first = self.arrived, self.left, self._next
+        arrived, left, first = self.arrived, self._left, self._next
         bucket_of, expected = self.plan.bucket_of, self._expected
         if not self.planner.has_learnt:
             self._arrivals += param_indices
@@ -287,7 +286,7 @@ class WindowProtocol:
 
     def _filled(self) -> range:
         """The buckets that may go: [Note: launch order]."""
-        first, buckets, left = self._next, self.plan.buckets, self.left
+        first, buckets, left = self._next, self.plan.buckets, self._left
         position, end = first, len(buckets) if not self._waits_for_end else first
         if self._last != NOT_PLACED and self.plan.bucket_of[self._last] >= first:
             end = min(end, self.plan.bucket_of[self._last])  # [Note: settled]

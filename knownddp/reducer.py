@@ -182,6 +182,8 @@ class Reducer(Closing, StockReducer):
         if private.rpc_is_running():
             self.may_wait = False
             self.nodes.hear_all()
+        if not self.may_wait:
+            self.arrivals.wait_for(1)
         if self.window is None:  # else a parameter could have two hooks at once
             self.nodes.hear(self._comes_again if not self.history.is_promised else None)
         self.nodes.hook(self.params.live, self.params.trainable)

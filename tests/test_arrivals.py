@@ -117,29 +117,28 @@ def test_hooks_go_with_whom_they_report_to():
 def _run(
     rank: WindowProtocol, expected: bytes, opening: bytes, fires: Sequence[int], early: int, *, waits: bool
 ) -> object:
-    """All that the machine says in one window."""
-    rank.begin(expected)
-    launched: list[list[int]] = []
-    arrivals: list[int] = []
-    patience = rank.patience - 1  # each gradient is settled as it comes
+    """All that the machine says in one window, in which each gradient is settled as it comes."""
+    params = [torch.empty(0) for _ in expected]
+    index_of = {id(param): i for i, param in enumerate(params)}
+    arrivals = Arrivals()
 
-    def look(*, opens: bool) -> list[int]:
-        nonlocal patience
-        found = [*rank.ready(*arrivals)] if arrivals else []
-        arrivals.clear()
+    def look(newest: Sequence[int], *, opens: bool) -> list[int]:
+        came = [*(index_of[id(param)] for param in arrivals.take()), *newest]
+        found = [*rank.ready(*came)] if came else []
         if opens:
             found += rank.opened(opening).launch
-        patience = rank.patience - 1
+        arrivals.wait_for(rank.patience)
         return found
 
+    rank.begin(expected)
+    arrivals.wait_for(rank.patience)
+    launched: list[list[int]] = []
     for place, i in enumerate(fires):
-        found = look(opens=True) if place == early else []
-        arrivals.append(i)
-        patience -= 1
-        if not waits or patience <= 0:
-            found += look(opens=False)
+        found = look([], opens=True) if place == early else []
+        if not waits or not arrivals.notes(params[i]):
+            found += look([i], opens=False)
         launched.append(found)
-    launched.append(look(opens=early == len(fires)))
+    launched.append(look([], opens=early == len(fires)))
     said = [launched, list(rank.end()), rank.fired(), rank.late(), rank.has_fired]
     message = rank.close(expected)
     return said, message, rank.closed(message), rank.order_message()

@@ -16,7 +16,7 @@ SEEDS: Final = (
         PROTOCOL,
         "        self._next = launch.stop\n        return launch\n",
         "        filled = self.plan.bucket_of[param_indices[-1]]\n"
-        "        if filled != NOT_PLACED and not self.left[filled]:\n"
+        "        if filled != NOT_PLACED and not self._left[filled]:\n"
         "            return range(filled, filled + 1)\n"
         "        self._next = launch.stop\n        return launch\n",
         ("B5", "B9", "B13", "B15"),
@@ -45,8 +45,8 @@ SEEDS: Final = (
     Seed(
         "a rank waits for what it does not expect itself",
         PROTOCOL,
-        "self.left = [size - missing[bucket] for bucket, size in enumerate(plan.sizes)]",
-        "self.left = list(plan.sizes)",
+        "self._left = [size - missing[bucket] for bucket, size in enumerate(plan.sizes)]",
+        "self._left = list(plan.sizes)",
         ("B5",),
     ),
     Seed(
@@ -277,8 +277,8 @@ SEEDS: Final = (
     Seed(
         "what came is looked at late",
         PROTOCOL,
-        "return self.left[self._next] + 1",
-        "return self.left[self._next] + 2",
+        "return self._left[self._next] + 1",
+        "return self._left[self._next] + 2",
         ("B5",),
     ),
     Seed(
