@@ -57,7 +57,8 @@ class Arrivals:
     def notes(self, param: Tensor) -> bool:
         """Write down one whose gradient is settled, if it need not be looked at now: no bucket can be full yet.
 
-        Two are left where one is: the other is that after which a gradient that is not settled would be.
+        Patience allows for one gradient after that which fills a bucket. A settled one needs none after it, so it is
+        time to look when two are left.
         """
         if self._patience[0] <= 2:
             return False

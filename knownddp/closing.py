@@ -220,9 +220,8 @@ class Closing(Filling):
             found = self.history.differences(self._graph_of(window))
             changes = tuple(tuple(self.params.names_of(which)) for which in found)
             about = tuple(found[1])
-        mine = Testimony(
-            failed, inside_nested_task(), window.begun_at_output, declared, layout, self.hook_name, changes
-        )
+        nested, limits = inside_nested_task(), self.planner.limits
+        mine = Testimony(failed, nested, window.begun_at_output, declared, layout, self.hook_name, limits, changes)
         self._end(window, restore=True)
         told: Sequence[Testimony] = ()
         if fault is Fault.CROSSED:  # ranks are not at the same place, so nothing can be exchanged any more

@@ -68,7 +68,7 @@ class Collectives:
         self._own_group = self._wants_own_group and is_cloneable(parent)
         # Sums over one rank are what they are sums of. A group written in Python may do more (count, note, raise).
         self._is_alone = self.world_size == 1 and is_cloneable(parent)
-        self._is_own_gloo = self._own_group and set(private.backends(parent).values()) == {"gloo"}
+        self._is_own_gloo = self._own_group and _is_all_gloo(parent)
 
     @property
     def follows_program_order(self) -> bool:
@@ -270,6 +270,11 @@ def is_cloneable(group: dist.ProcessGroup) -> bool:
     return type(group) is dist.ProcessGroup and dist.get_backend(group) != "mpi"
 
 
+def _is_all_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether it serves all its devices by gloo."""
+    return set(private.backends(group).values()) == {"gloo"}
+
+
 def _clone(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """A group like ``parent``. Its name says how many were made over a parent of that name and size.
 
@@ -288,6 +293,6 @@ def destroy_retired() -> None:
     while _retired:
         group = _retired.pop()
         # Only gloo groups: destroying an NCCL communicator may itself wait for peers.
-        if private.is_registered(group) and set(private.backends(group).values()) == {"gloo"}:
+        if private.is_registered(group) and _is_all_gloo(group):
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)

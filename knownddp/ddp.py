@@ -59,8 +59,9 @@ class KnownDDP(LifeCycle):
         init_sync: check that ranks hold the same model and start from rank 0's values. False: the caller vouches for
             both, and the constructor issues no collective.
         process_group: the ranks to average over; default all.
-        bucket_cap_mb: bucket size in MiB; default 4, 8, 16 and then 25 over gloo (1, 2, 8, 16 and then 25 for a
-            model of 16 MiB or more), elsewhere 1 and then 25. A parameter of 4 MiB or more is a bucket of its own.
+        bucket_cap_mb: bucket size in MiB; default 4, 8, 16 and then 25 over gloo (1, 2, 8, 16 and then 25 in a
+            step that sends 16 MiB or more), elsewhere 1 and then 25. On the CPU a parameter of 4 MiB or more is a
+            bucket of its own.
         find_unused_parameters: ask the autograd engine at the start of each backward which parameters it will reach.
             What no rank reaches is not sent. Nothing needs to be declared.
         gradient_as_bucket_view: accepted; gradients are views of the reduced buckets either way, except that a tensor

@@ -34,6 +34,7 @@ class Testimony:
     declared: tuple[str, ...]
     layout: tuple[str, ...]  # dtype and shape of each parameter
     hook: str  # its communication hook
+    limits: tuple[tuple[int, ...], ...]  # of its buckets, in bytes
     # Parameters that this graph reached and the first did not, the other way round, and another number of times.
     changes: tuple[tuple[str, ...], ...]
 
@@ -105,6 +106,8 @@ def error_for(
     if fault is Fault.MODELS:
         hooks = [one.hook for one in told]
         pairs = [] if len(set(hooks)) == 1 else [f"communication hooks by rank: {hooks}"]
+        limits = [one.limits for one in told]
+        pairs += [] if len(set(limits)) == 1 else [f"bucket sizes in bytes by rank: {limits}"]
         pairs += [
             f"{names[i]}: {told[0].layout[i]} on rank 0, {one.layout[i]} on rank {r}"
             for r, one in enumerate(told)
@@ -112,8 +115,9 @@ def error_for(
             if one.layout[i] != told[0].layout[i]
         ]
         return RanksDifferError(
-            f"{where} ranks are no longer alike in dtypes, shapes or hooks: {shorten(pairs, 4)}.\n"
-            "Nothing was sent or averaged.\nFix: cast or replace parameters, and register hooks, on every rank alike."
+            f"{where} ranks are no longer alike in dtypes, shapes, hooks or bucket sizes: {shorten(pairs, 4)}.\n"
+            "Nothing was sent or averaged.\n"
+            "Fix: cast or replace parameters, register hooks and give bucket_cap_mb on every rank alike."
         )
     if fault is Fault.TRUST:
         return BrokenTrustError(

@@ -111,7 +111,7 @@ class Filling:
         window = self.window
         if window is None or window.has_fault:
             return
-        came = window.gradients.own(came)
+        came = window.gradients.kept_here(came)
         launch = self.protocol.ready(*came, is_over=is_over) if came else ()
         if launch:
             self.launch(window, launch)
@@ -154,15 +154,15 @@ class Filling:
     def _count_last(self, window: Window, *, failed: bool) -> None:
         """Count gradients that were not looked at. What they fill is launched with the rest.
 
-        So do those whose hooks on nodes did not run, as their parameters were cast and cast back since.
+        Also those whose hooks on nodes did not run, as their parameters were cast and cast back since.
         """
         came = self.params.indices_of(self.arrivals.take())
         if window.has_fault:
             return
-        self.protocol.last(window.gradients.own(came))
+        self.protocol.count(window.gradients.kept_here(came))
         unhooked = window.gradients.unhooked() if not failed else ()
         if unhooked:
-            self.protocol.last(unhooked)
+            self.protocol.count(unhooked)
             self.nodes.forget()
 
     def local_ends(self, local: LocalBackward, *, failed: bool) -> None:

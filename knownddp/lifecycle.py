@@ -87,11 +87,13 @@ class LifeCycle(StockInterface):
         self._params = params
         self._buffer_sync = BufferSync(self.module, params.ignored, comm, enabled=synchronises_buffers)
         self._comm_hooks = []
+        backend = comm.backend_for(next((param.device.type for param in params.live if param is not None), "cpu"))
         self.reducer = Reducer(
             params,
             comm,
             self._buffer_sync,
-            limits=options.cap_bytes or _default_limits(comm, params),
+            limits=options.cap_bytes or default_cap_bytes(backend, of_much=False),
+            limits_of_much=options.cap_bytes or default_cap_bytes(backend, of_much=True),
             agreement=options.agreement,
             find_unused=options.find_unused_parameters,
             static_graph=self.static_graph,
@@ -170,13 +172,6 @@ class LifeCycle(StockInterface):
         comm = collectives_over(self.process_group, own_group=self._options.own_group)
         params = ManagedParams(self.module, self._options.reduce_dtype)
         self._attach(comm, params, synchronises_buffers=synchronises_buffers)
-
-
-def _default_limits(comm: Collectives, params: ManagedParams) -> tuple[int, ...]:
-    """Those that suit the backend that carries the gradients."""
-    live = [param for param in params.live if param is not None]
-    backend = comm.backend_for(live[0].device.type if live else "cpu")
-    return default_cap_bytes(backend, sum(param.nbytes for param in live))
 
 
 def _mark_running(reducer: Reducer, unused: frozenset[int]) -> None:

@@ -25,11 +25,10 @@ MIB = 2**20
 # DistributedDataParallel's: a small first bucket starts the wire early, later ones amortise latency.
 DEFAULT_FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
-# Over gloo few in all, as each takes turns of its threads. Those of a large model begin small: a slow link is busy
-# soon, and when one is through there the next one is ready.
+# Over gloo few in all, as each takes turns of its threads. Where much is sent the first ones are small: a slow link is
+# busy soon, and when one is through there the next one is ready.
 GLOO_CAP_BYTES = (4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB)
-GLOO_LARGE_MODEL_BYTES = 16 * MIB
-GLOO_LARGE_MODEL_CAP_BYTES = (1 * MIB, 2 * MIB, 8 * MIB, 16 * MIB, 25 * MIB)
+GLOO_CAP_BYTES_OF_MUCH = (1 * MIB, 2 * MIB, 8 * MIB, 16 * MIB, 25 * MIB)
 
 STATIC_FINDS = (
     "find_unused_parameters=True does nothing beside static_graph=True: the first backward shows which parameters are "
@@ -142,11 +141,11 @@ def gather_options(
     )
 
 
-def default_cap_bytes(backend: str, param_bytes: int) -> tuple[int, ...]:
-    """Limits where none are given, by the name of the group's backend and the size of the model."""
+def default_cap_bytes(backend: str, *, of_much: bool) -> tuple[int, ...]:
+    """Limits where none are given, by the backend that carries the gradients. ``of_much``: see ``plan.MUCH_BYTES``."""
     if backend != "gloo":
         return DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
-    return GLOO_CAP_BYTES if param_bytes < GLOO_LARGE_MODEL_BYTES else GLOO_LARGE_MODEL_CAP_BYTES
+    return GLOO_CAP_BYTES_OF_MUCH if of_much else GLOO_CAP_BYTES
 
 
 def _cap_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ class Fault(Enum):
     """Why a window ends in an error, on every rank alike."""
 
     CROSSED = auto()  # OPEN met CLOSE, or windows of different numbers met: the library's fault
-    MODELS = auto()  # dtypes or shapes of the parameters differ between ranks
+    MODELS = auto()  # dtypes or shapes of the parameters, hooks or bucket sizes differ between ranks
     DECLARATIONS = auto()  # "same" was asked for and declarations differ
     NESTED = auto()  # a backward began where its end cannot be seen
     UNSEEN = auto()  # some ranks only guess that theirs is a backward of this wrapper, others know

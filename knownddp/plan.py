@@ -25,6 +25,9 @@ NOT_PLACED = -1
 # stream may still read the memory in which it came, of which no count tells.
 ALONE_BYTES = 4 * 2**20
 
+# Buckets of a plan of as many bytes may have sizes of their own: where much is sent it pays to begin soon.
+MUCH_BYTES = 16 * 2**20
+
 # One this large is packed as soon as it is there, while it is in the processor's cache; smaller ones together.
 EAGER_BYTES = 64 * 2**10
 
@@ -81,11 +84,16 @@ class Planner:
     ``order`` is the launch order of all parameters: reversed definition order until ``learn`` replaces it with what
     the first backward showed. ``held`` are parameters known to fire more than once, or at a time the engine cannot
     foretell; until an order was learnt every parameter is held.
+
+    Args:
+        specs: of the parameters.
+        limits: bucket sizes in bytes (see ``buckets.assign``).
+        limits_of_much: those of plans of ``MUCH_BYTES`` or more; the same if none are given.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec], limits: Sequence[int]) -> None:
+    def __init__(self, specs: Sequence[ParamSpec], limits: Sequence[int], limits_of_much: Sequence[int] = ()) -> None:
         self._num_params = len(specs)
-        self._limits = tuple(limits)
+        self.limits = tuple(limits), tuple(limits_of_much or limits)
         self._items: list[Item] = []
         self._is_sparse: list[bool] = []
         self.order: list[int] = list(reversed(range(len(specs))))
@@ -128,9 +136,11 @@ class Planner:
         else:
             early = present
         sparse = self._is_sparse
-        buckets = [BucketSpec(tuple(one), sparse[one[0]], False) for one, _ in assign(early, self._limits)]
+        usual, of_much = self.limits
+        limits = usual if sum([nbytes for _, nbytes, _, _ in present]) < MUCH_BYTES else of_much
+        buckets = [BucketSpec(tuple(one), sparse[one[0]], False) for one, _ in assign(early, limits)]
         if late:
-            buckets += [BucketSpec(tuple(one), sparse[one[0]], True) for one, _ in assign(late, self._limits)]
+            buckets += [BucketSpec(tuple(one), sparse[one[0]], True) for one, _ in assign(late, limits)]
         return BucketPlan(self._num_params, tuple(buckets), self.has_learnt)
 
     def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:

@@ -83,7 +83,7 @@ NEXT: Final = {
 
 
 class WindowProtocol:
-    """The machine. Call ``begin``, ``opened``, ``ready``s, ``last``, ``end``, ``close``, ``closed``, ``settled``.
+    """The machine. Call ``begin``, ``opened``, ``ready``s, ``count``, ``end``, ``close``, ``closed``, ``settled``.
 
     ``ready`` may come before ``opened``; see [Note: guess].
     """
@@ -120,7 +120,7 @@ class WindowProtocol:
         self._told = 0  # the CLOSE lanes of this window, ORed
         self._next = 0
         self._waits_for_end = False
-        self._last = NOT_PLACED  # the parameter whose gradient came last, if that is not over: [Note: settled]
+        self._unsettled = NOT_PLACED  # the parameter whose gradient came last, if that is not over: [Note: settled]
         self.wants_opening = False  # a bucket may go if the agreed set is what this rank takes it for
 
     def _move(self, source: Phase, target: Phase) -> None:
@@ -161,7 +161,7 @@ class WindowProtocol:
             expected: a byte for each parameter: 1 if this backward should produce its gradient on this rank.
             carried: parameters that earlier unsynchronised backwards touched and that have a gradient to average.
             declared: what every forward of this backward declared unused, for comparison between ranks.
-            signature: 32 bits that all ranks must share (a hash of dtypes and shapes).
+            signature: 32 bits that all ranks must share (a hash of dtypes, shapes and the like).
             nested: this backward began where its end cannot be seen; every rank is to raise.
             guessed: this backward reached a parameter without passing an output; it is an error if others know better.
             silent: this rank has no backward and only takes part in those of others: of all this it tells ``carried``.
@@ -239,9 +239,9 @@ class WindowProtocol:
 
         ``is_over``: nothing else happens to the last of them.
         """
-        self.last(param_indices)
+        self.count(param_indices)
         if not is_over:
-            self._last = param_indices[-1]
+            self._unsettled = param_indices[-1]
         launch = self._filled()
         if self.phase is Phase.OPENING:
             self.wants_opening = bool(launch)
@@ -249,12 +249,14 @@ class WindowProtocol:
         self._next = launch.stop
         return launch
 
-    def last(self, param_indices: Sequence[int]) -> None:
-        """As ``ready``, at the end of the backward: what may go goes with the rest."""
+    def count(self, param_indices: Sequence[int]) -> None:
+        """Gradients were accumulated, in this order, and are settled. At the end of a backward that is all: what may go
+        goes with the rest.
+        """
         if self.phase is not Phase.REDUCING and self.phase is not Phase.OPENING:
             raise InternalError(f"a gradient came in phase {self.phase.name}")
         self._count(param_indices)
-        self._last = NOT_PLACED
+        self._unsettled = NOT_PLACED
 
     @property
     def patience(self) -> int:
@@ -288,8 +290,8 @@ class WindowProtocol:
         """The buckets that may go: [Note: launch order]."""
         first, buckets, left = self._next, self.plan.buckets, self._left
         position, end = first, len(buckets) if not self._waits_for_end else first
-        if self._last != NOT_PLACED and self.plan.bucket_of[self._last] >= first:
-            end = min(end, self.plan.bucket_of[self._last])  # [Note: settled]
+        if self._unsettled != NOT_PLACED and self.plan.bucket_of[self._unsettled] >= first:
+            end = min(end, self.plan.bucket_of[self._unsettled])  # [Note: settled]
         while position < end and not left[position] and not buckets[position].is_held:
             position += 1
         return range(first, position)

@@ -54,7 +54,7 @@ class Reducer(Closing, StockReducer):
         params: the managed parameters, refreshed at each forward.
         comm: the collectives.
         buffers: exchanged once a window.
-        limits: bucket sizes in bytes (see ``buckets.assign``).
+        limits, limits_of_much: bucket sizes in bytes (see ``Planner``).
         agreement: what to do about declarations that differ.
         find_unused: expect what the engine is about to run instead of what was not declared.
         static_graph: expect what the first backward brought; another graph is an error.
@@ -68,6 +68,7 @@ class Reducer(Closing, StockReducer):
         buffers: BufferSync,
         *,
         limits: Sequence[int],
+        limits_of_much: Sequence[int],
         agreement: Agreement,
         find_unused: bool,
         static_graph: bool = False,
@@ -91,10 +92,11 @@ class Reducer(Closing, StockReducer):
         # Hooks run on an engine thread for each device, and so may the end of a backward that raised.
         self.lock = threading.RLock()
         params.refresh()
-        self.planner = Planner(params.specs, limits)
+        self.planner = Planner(params.specs, limits, limits_of_much)
         self.planner.hold(delayed)
+        self._sizes = zlib.crc32(repr(self.planner.limits).encode())
         self.protocol = WindowProtocol(self.planner, len(params), agreement, detects_unused=self.find_unused)
-        self.may_wait = params.are_on_one_device()  # else hooks run on several threads
+        self.may_wait = self._are_on_one_device = params.are_on_one_device()  # else hooks run on several threads
         self.pool = FlatPool(params)
         self.arrivals = Arrivals()
         nodes = self.nodes = GradientNodes(
@@ -176,14 +178,14 @@ class Reducer(Closing, StockReducer):
             self.planner.set_specs(self.params.specs)
             self.pool.clear()
             self.nodes.forget()
-            self.may_wait = self.params.are_on_one_device()
+            self._are_on_one_device = self.params.are_on_one_device()
         elif self.params.moved:
             self.nodes.forget()  # they may have been cast and cast back
-        if private.rpc_is_running():
-            self.may_wait = False
+        uses_rpc = private.rpc_is_running()
+        if uses_rpc:
             self.nodes.hear_all()
-        if not self.may_wait:
-            self.arrivals.wait_for(1)
+        if self.window is None and self._local() is None:  # what is written down is read as it was meant
+            self.may_wait = self._are_on_one_device and not uses_rpc
         if self.window is None:  # else a parameter could have two hooks at once
             self.nodes.hear(self._comes_again if not self.history.is_promised else None)
         self.nodes.hook(self.params.live, self.params.trainable)
@@ -323,7 +325,7 @@ class Reducer(Closing, StockReducer):
             expected,
             carried,
             declared_by_all(window.participants),
-            signature=zlib.crc32(self.hook_name.encode(), self.params.signature),
+            signature=zlib.crc32(self.hook_name.encode(), self.params.signature ^ self._sizes),
             nested=nested,
             guessed=guessed,
             silent=silent,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from steps import (
 )
 from torch import Tensor, nn
 
-from knownddp import KnownDDP
+from knownddp import KnownDDP, _torch_private
 
 
 def _window_is_right(
@@ -278,7 +279,7 @@ def _told_one_by_one(rank: int) -> list[list[float | None]]:
         model.zero_grad()
         model(x, use="a b").backward()
         model.module.a.grad, model.module.b.grad = None, torch.tensor(float(rank))
-        model.reducer.may_wait = may_wait
+        model.reducer._are_on_one_device = may_wait
         with model.no_sync():
             model(x, use="a").backward()
         model(x, use="a").backward()
@@ -309,7 +310,7 @@ def _undefined_locally(rank: int, may_wait: bool) -> list[float]:
     """b stood there, other on each rank, and nothing comes of it in a local backward, nor in the next."""
     _, model = make(_Large, find_unused_parameters=True)
     a, b, large = model.parameters()
-    model.reducer.may_wait = may_wait
+    model.reducer._are_on_one_device = may_wait
     x = torch.tensor(6.0 * (rank + 1))
     b.grad = torch.tensor(float(rank))
     with model.no_sync():
@@ -323,6 +324,38 @@ def _undefined_locally(rank: int, may_wait: bool) -> list[float]:
 def test_an_undefined_gradient_in_a_local_backward_is_not_averaged(ranks, may_wait):
     """x is 6 and 12. a, twice: (12 + 24) / 2; b stays what each rank put there."""
     assert ranks(2, _undefined_locally, may_wait) == [[18.0, float(rank), 1.0] for rank in range(2)]
+
+
+class _Interrupted(_Large):
+    """``between`` is called in a backward when a gradient of b and of large came, and none of a."""
+
+    def forward(self, x: Tensor, between: Callable[[Tensor], None] | None = None) -> Tensor:  # type: ignore[override]
+        first = self.a * x
+        if between is not None:
+            first.register_hook(between)
+        return first + (self.b + self.large.sum()) * x
+
+
+def _told_one_by_one_from_the_middle_on(rank: int) -> list[float]:
+    """A forward in the middle of a backward finds that RPC runs: from the next on hooks report each gradient."""
+    _, model = make(_Interrupted, unused_agreement="same")  # large ones are packed as they come, from the first on
+    a, b, large = model.parameters()
+    x = torch.tensor(6.0 * (rank + 1))
+
+    def between(_: Tensor) -> None:
+        assert b.grad is not None and a.grad is None
+        with mock.patch.object(_torch_private, "rpc_is_running", return_value=True), torch.no_grad():
+            model(x)
+
+    model(x).backward()  # buckets are learnt
+    model.zero_grad()
+    model(x, between).backward()
+    return [float(a.grad), float(b.grad), float(large.grad[0])]
+
+
+def test_what_was_written_down_counts_though_hooks_report_each_gradient_from_now_on(ranks):
+    """x is 6 and 12."""
+    assert ranks(2, _told_one_by_one_from_the_middle_on) == [[9.0] * 3] * 2
 
 
 def _fails_locally(rank: int) -> list[list[float | None]]:

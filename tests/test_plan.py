@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import examples, limits, param_specs, spec
 
 from knownddp.errors import InternalError
-from knownddp.plan import MAX_CACHED_PLANS, NOT_PLACED, BucketPlan, BucketSpec, Planner
+from knownddp.plan import MAX_CACHED_PLANS, MUCH_BYTES, NOT_PLACED, BucketPlan, BucketSpec, Planner
 from knownddp.specs import ParamSpec
 
 FLOAT_BYTES = 4
@@ -64,6 +64,13 @@ def test_after_learn_buckets_follow_the_positions():
     made = planner(scalars(4), [2 * FLOAT_BYTES], [1, 3, 0, 2])
     assert made.plan(subset(0, 1, 2, 3, of=4)).buckets == (bucket(2, 0), bucket(3, 1))
     assert made.plan(subset(1, 2, 3, of=4)).buckets == (bucket(2, 3), bucket(1))
+
+
+def test_a_plan_of_much_has_sizes_of_its_own():
+    """Parameters of an eighth of what counts as much, in buckets of all or of two."""
+    made = Planner([spec(MUCH_BYTES // 8 // FLOAT_BYTES)] * 8, [MUCH_BYTES], [MUCH_BYTES // 4])
+    assert [one.param_indices for one in made.plan(bytes([1] * 7 + [0])).buckets] == [(6, 5, 4, 3, 2, 1, 0)]
+    assert [one.param_indices for one in made.plan(bytes([1] * 8)).buckets] == [(7, 6), (5, 4), (3, 2), (1, 0)]
 
 
 def test_held_parameters_go_last_in_buckets_of_their_own():

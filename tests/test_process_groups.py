@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from knownddp import KnownDDP, PeerFailedError
+from knownddp.comm import collectives_over
 
 
 def _mean_of(model: KnownDDP, x: float, use: str = "a b") -> list[float | None]:
@@ -172,7 +173,8 @@ def _elastic(rank: int, folder: str, answer: Connection) -> None:
             continue
         _join_world(folder, name, members.index(rank), len(members))
         if model is None:
-            model = KnownDDP(module, init_sync=False)
+            cap = None if name == "first" else TINY_CAP_MB  # as the others have by then
+            model = KnownDDP(module, init_sync=False, bucket_cap_mb=cap)
         else:
             model._update_process_group(distributed_c10d._get_default_group())
         found.append(_mean_of(model, 6.0 * (rank + 1), use="a"))
@@ -194,3 +196,14 @@ def test_worlds_that_are_destroyed_and_made_anew_with_other_ranks(tmp_path: Path
         [[9.0]] * 3 + [[15.0]] * 3 + [[12.0]] * 3,
         [[15.0]] * 3 + [[12.0]] * 3,
     ]
+
+
+def _backends_of(rank: int) -> list[str]:
+    mixed = collectives_over(dist.new_group(backend="cpu:gloo,meta:fake"), own_group=True)
+    alone = collectives_over(None, own_group=True)
+    return [*map(mixed.backend_for, ("cpu", "meta", "cuda")), alone.backend_for("cpu")]
+
+
+def test_each_kind_of_device_has_its_backend(ranks):
+    """A group that does not tell is named as a whole."""
+    assert ranks(1, _backends_of) == [["gloo", "fake", "cpu:gloo,meta:fake", "none"]]

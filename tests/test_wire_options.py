@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Scales, make
+from models import Scales, make, raises_everywhere
 from steps import setups, steps_are_right
 from torch import Tensor, nn
 from torch.futures import Future
 
-from knownddp import ArgumentError, KnownDDP, UnknownParameterError
+from knownddp import ArgumentError, KnownDDP, RanksDifferError, UnknownParameterError
+from knownddp.options import default_cap_bytes
 
 BYTE = 2.0**-20  # in MiB
 
@@ -204,8 +205,55 @@ def _default_sizes(rank: int, num_layers: int, backend: str) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "undefined"])
 @pytest.mark.parametrize(("num_layers", "wanted"), [(63, [16, 32, 15]), (64, [4, 8, 32, 20])])
-def test_over_gloo_the_first_buckets_of_a_large_model_are_small(ranks, backend, num_layers, wanted):
+def test_over_gloo_the_first_buckets_are_small_where_much_is_sent(ranks, backend, num_layers, wanted):
     """A layer has 256 KiB. Below 16 MiB buckets have 4, 8 and 16 MiB, from there on 1, 2, 8 and 16. The backend is
     "undefined" where ``init_process_group`` was told none.
     """
     assert ranks(2, _default_sizes, num_layers, backend) == [wanted] * 2
+
+
+def test_elsewhere_they_have_the_sizes_of_stock_ddp():
+    assert [default_cap_bytes("nccl", of_much=of_much) for of_much in (False, True)] == [(MIB, 25 * MIB)] * 2
+
+
+class _Mebibytes(nn.Module):
+    """Each parameter has one, in float32."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.ones(2**18) for _ in range(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x * param).sum() for param in self.params]).sum()
+
+
+def _cast_around_wrapping(rank: int) -> tuple[list[int], list[float]]:
+    """17 MiB when rank 0 wraps, 8.5 when rank 1 does, and when they train."""
+    module = _Mebibytes(17)
+    if rank == 1:
+        module.bfloat16()
+    model = KnownDDP(module, init_sync=False)
+    module.bfloat16()
+    seen = _travels(model)
+    for _ in range(2):
+        seen.clear()
+        model.zero_grad()
+        model(torch.tensor(2.0 * (rank + 1), dtype=torch.bfloat16)).backward()
+    return list(map(len, seen)), [float(param.grad.max()) for param in module.params]
+
+
+def test_the_sizes_are_those_of_what_is_sent_not_of_what_was_wrapped(ranks):
+    """A parameter has 1 MiB, then half as much: eight are 4 MiB, and nine the rest. The mean of 2 and 4 is 3."""
+    assert ranks(2, _cast_around_wrapping) == [([8, 9], [3.0] * 17)] * 2
+
+
+def _other_sizes(rank: int) -> str:
+    model = KnownDDP(Scales("a", "b"), init_sync=False, bucket_cap_mb=rank + 1)
+    return raises_everywhere(model(torch.tensor(1.0), use="a b").backward, RanksDifferError)
+
+
+def test_sizes_that_differ_between_ranks_are_an_error_before_anything_is_sent(ranks):
+    """Where construction was not to compare them. Each rank says its sizes, and again those for much."""
+    sizes = [((rank * MIB,), (rank * MIB,)) for rank in (1, 2)]
+    for text in ranks(2, _other_sizes):
+        assert f"bucket sizes in bytes by rank: {sizes}" in text

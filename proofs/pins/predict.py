@@ -206,7 +206,7 @@ class _Rank:
                     self._launch(machine.plan, told.launch)
             patience = machine.patience
         if arrivals:
-            machine.last(arrivals)
+            machine.count(arrivals)
         if not is_open_known:
             told = machine.opened(opening)
             self._launch(machine.plan, told.launch)

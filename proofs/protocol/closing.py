@@ -70,7 +70,7 @@ class Closing(State):
         self.facts["raised"] = failed
         came, self.arrivals, self.newest = self.arrivals, (), -1
         if came and self.opening_fault is None:
-            self.protocol.last(came)
+            self.protocol.count(came)
         if self.setup.in_program_order:
             self.facts["early"] = len(self.gradients.flights)
         if self.is_open_known:

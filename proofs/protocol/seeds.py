@@ -284,7 +284,7 @@ SEEDS: Final = (
     Seed(
         "the bucket of a gradient that is not settled goes",
         PROTOCOL,
-        "            end = min(end, self.plan.bucket_of[self._last])  # [Note: settled]\n",
+        "            end = min(end, self.plan.bucket_of[self._unsettled])  # [Note: settled]\n",
         "            pass\n",
         ("B5",),
     ),

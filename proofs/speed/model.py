@@ -27,6 +27,7 @@ from knownddp.buckets import assign
 from knownddp.comm import DIRECT_BYTES, DIRECT_BYTES_IN_ALL, SWAP_BYTES
 from knownddp.messages import HEADER_BYTES
 from knownddp.options import default_cap_bytes
+from knownddp.plan import MUCH_BYTES
 
 MIB = 2**20
 DDP_CAPS = (1 * MIB, 25 * MIB)
@@ -126,7 +127,7 @@ def predict(run: Mapping[str, Any], name: str, link: Link, world_size: int, whic
     num_params = len(sizes_of(run, used=False))
     if name.startswith("known"):
         agreement = 0 if name == "known-trust" else HEADER_BYTES + num_params
-        used = buckets(sizes_of(run, used=True), default_cap_bytes("gloo", run["param_bytes"]))
+        used = buckets(sizes_of(run, used=True), default_cap_bytes("gloo", of_much=run["used_bytes"] >= MUCH_BYTES))
         return step(forward, backward, used, link, world_size, agreement_bytes=agreement, swaps=name != "known-shared")
     if name in ("ddp", "ddp-runs-all", "times-zero", "zero-function", "ddp-view", "ddp-view-kept", "ddp-batched"):
         return step(forward, backward, buckets(sizes_of(run, used=False)), link, world_size)
