@@ -80,10 +80,6 @@ class GradientExchange:
         """Those of the parameters whose gradients this window keeps."""
         return {id(param) for param in self._live if param is not None}
 
-    def kept_here(self, came: list[int]) -> list[int]:
-        """Those in ``came`` whose gradients this window keeps."""
-        return [i for i in came if i not in self.elsewhere] if self.elsewhere else came
-
     def release(self) -> None:
         """The window is over: other wrappers may have the parameters."""
         _open.remove(self)

@@ -111,7 +111,7 @@ class Filling:
         window = self.window
         if window is None or window.has_fault:
             return
-        came = window.gradients.kept_here(came)
+        came = _kept_here(window, came)
         launch = self.protocol.ready(*came, is_over=is_over) if came else ()
         if launch:
             self.launch(window, launch)
@@ -159,7 +159,7 @@ class Filling:
         came = self.params.indices_of(self.arrivals.take())
         if window.has_fault:
             return
-        self.protocol.count(window.gradients.kept_here(came))
+        self.protocol.count(_kept_here(window, came))
         unhooked = window.gradients.unhooked() if not failed else ()
         if unhooked:
             self.protocol.count(unhooked)
@@ -182,3 +182,9 @@ class Filling:
         if local is not None:
             self.touched_locally.update(local.stood.written(self.params.indices_of(self.arrivals.take())))
             self.arrivals.wait_for(1)
+
+
+def _kept_here(window: Window, came: list[int]) -> list[int]:
+    """Those in ``came`` whose gradients ``window`` keeps, and no other wrapper's."""
+    elsewhere = window.gradients.elsewhere
+    return [i for i in came if i not in elsewhere] if elsewhere else came

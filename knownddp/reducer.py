@@ -181,8 +181,7 @@ class Reducer(Closing, StockReducer):
             self._are_on_one_device = self.params.are_on_one_device()
         elif self.params.moved:
             self.nodes.forget()  # they may have been cast and cast back
-        uses_rpc = private.rpc_is_running()
-        if uses_rpc:
+        if uses_rpc := private.rpc_is_running():
             self.nodes.hear_all()
         if self.window is None and self._local() is None:  # what is written down is read as it was meant
             self.may_wait = self._are_on_one_device and not uses_rpc

@@ -21,6 +21,9 @@ class RecordingCollectives:
         self.rank = rank
         self.log: list[tuple[str, int]] = []
 
+    def backend_for(self, device_type: str) -> str:
+        return self.backend
+
     def _record(self, name: str, tensor: Tensor) -> Work:
         self.log.append((name, tensor.numel() * tensor.element_size()))
         return DONE
