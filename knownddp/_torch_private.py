@@ -6,7 +6,7 @@ Each is here because no public name does the same; ``tests/test_torch_private.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -53,9 +53,9 @@ def in_compiled_backward() -> bool:
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
-def has_hooks_after_accumulation(param: torch.Tensor) -> bool:
-    """Whether ``param`` has any that were put there by ``register_post_accumulate_grad_hook``."""
-    return bool(param._post_accumulate_grad_hooks)
+def hooks_after_accumulation(param: torch.Tensor) -> Mapping[int, Callable[..., None]]:
+    """Those that ``register_post_accumulate_grad_hook`` put there. If there is one, others will be seen in it too."""
+    return param._post_accumulate_grad_hooks or {}
 
 
 def current_node() -> Node | None:

@@ -6,10 +6,12 @@ gradients are small. Such have it, on the CPU, as long as it will do: RPC's auto
 outputs do not tell of a backward before it reaches a parameter the gradient that begins it must be known; a hook that
 is called before this one may take the gradient away, which is then not to be told from an undefined one; and of what
 comes twice in a backward (reentrant checkpoints have it) a hook may take one gradient, whose place the next one fills.
+So a parameter on which others have hooks is told too, and so is one that was seen to come twice.
 
 Three things are not known that a node's hook would know. A gradient that is undefined after another came in the same
 backward passes for a second one; so hooks are told where the graph is promised to be static, as that would be another
-one. The first time that a parameter comes twice it is not noticed if a hook, put there later, takes the first of them.
+one. The first time that a parameter comes twice it is not noticed if a hook takes the first of them that was put there
+between the forward and its backward, or on the node after wrapping.
 And the first backward that begins at a parameter though its forward had an output to tell: if a gradient stood there,
 autograd added to it in place, and the backward raises, the sum stays there. From then on all are told.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,7 @@ class GradientNodes:
         weakref.finalize(self, _remove, self._handles).atexit = False  # parameters may outlive wrappers
         self._is_current = [False] * num_params
         self._is_untold = [False] * num_params  # their hooks are on the parameter itself
+        self._beside: dict[int, Mapping[int, object]] = {}  # all hooks on parameters that have one of those
         self._hooked: list[bool] | None = None  # the trainable ones at the last call of ``hook`` that went through
         self._told: Set[int] | None = frozenset()  # of which parameters the gradient must be known; None: of all
         self._hears_all = False
@@ -72,10 +75,14 @@ class GradientNodes:
         return [param if is_untold else None for param, is_untold in zip(live, self._is_untold, strict=True)]
 
     def hear(self, which: Collection[int] | None) -> None:
-        """From the next call of ``hook`` on be told what comes of these parameters; None: of all."""
+        """From the next call of ``hook`` on be told what comes of these parameters, and of those on which others have
+        put hooks since; None: of all.
+        """
         which = None if self._hears_all or which is None else frozenset(which)
         if which != self._told:
             self._told = which
+            self.forget()
+        elif sum(map(len, self._beside.values())) > len(self._beside):
             self.forget()
 
     def hear_all(self) -> None:
@@ -105,6 +112,9 @@ class GradientNodes:
                 put: Callable[..., RemovableHandle] = param.register_post_accumulate_grad_hook
                 self._handles[i] = put(self._hook_of_small) if is_untold else node.register_hook(self._hook(i, param))
                 self._nodes[i], self._is_untold[i] = node, is_untold
+                self._beside.pop(i, None)
+                if is_untold:
+                    self._beside[i] = private.hooks_after_accumulation(param)
             self._is_current[i] = True
         self._hooked = list(trainable)
 
@@ -113,7 +123,8 @@ class GradientNodes:
         if self._told is None or param_index in self._told:
             return False
         is_small = param.device.type == "cpu" and param.nbytes < EAGER_BYTES and type(param) is nn.Parameter
-        return is_small and (self._is_untold[param_index] or not private.has_hooks_after_accumulation(param))
+        own_hooks = 1 if self._is_untold[param_index] else 0
+        return is_small and len(private.hooks_after_accumulation(param)) == own_hooks
 
     def _hook(self, param_index: int, param: nn.Parameter) -> Callable[..., None]:
         note, streams, users, device = self._note, self.streams, self.users, param.device

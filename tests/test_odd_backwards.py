@@ -309,7 +309,7 @@ def _takes_first_of_two(rank: int, hooks_after: int, takes_at: int) -> None:
             assert [float(p.grad) for p in model.parameters()] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("hooks_after", "takes_at"), [(0, 2), (2, 3)])
+@pytest.mark.parametrize(("hooks_after", "takes_at"), [(0, 0), (0, 2), (2, 2), (2, 3)])
 def test_a_hook_that_takes_the_first_of_two_gradients_is_an_error_on_all_ranks(ranks, hooks_after, takes_at):
     ranks(2, _takes_first_of_two, hooks_after, takes_at)
 

@@ -492,3 +492,15 @@ def test_an_rnn_follows_its_parameters_and_takes_its_lists_back(kind):
     before = list(lists[0])
     assert rnn(torch.ones(1, 1, 2))[0].dtype == torch.float32
     assert all(ours is weight for ours, weight in zip(private.rnn_weights(rnn)[0], before, strict=True))
+
+
+def test_hooks_after_accumulation_are_seen_as_they_come_and_go():
+    param = nn.Parameter(torch.ones(1))
+    assert not private.hooks_after_accumulation(param)
+    first = param.register_post_accumulate_grad_hook(lambda _: None)
+    hooks = private.hooks_after_accumulation(param)
+    second = param.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(hooks) == 2
+    first.remove()
+    second.remove()
+    assert not hooks
